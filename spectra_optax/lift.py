@@ -1,0 +1,258 @@
+"""Lifts a rule for one array to an Optax transformation over any pytree: the only place that walks trees.
+
+A rule is two functions. `slots(leaf)` says, from shapes alone, which arrays the state holds for a leaf; `step(leaf,
+count, gradient, **arrays)` maps a gradient and those arrays to an update and the new arrays. The state is a NamedTuple
+`(count, *fields, settings)` in which every field is a tree like the parameters; where a leaf has no such array the tree
+holds `optax.MaskedNode()`, as under `optax.masked`.
+
+Shardings follow the parameter: a slot names, for each of its axes, the axis of the parameter that it runs along. The
+boxes that Flax puts around arrays (Linen's `Partitioned`, NNX's `Variable`) carry sharding metadata; a slot with the
+parameter's own axes keeps the box, any other slot drops it.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from spectra_optax import sharding
+from spectra_optax.leaves import Leaf, LeafRules
+from spectra_optax.sharding import Slot
+
+FORMAT = 1  # of the states; raised when a layout changes
+
+
+Slots = dict[str, Slot]
+Step = Callable[..., tuple[jax.Array, dict[str, jax.Array]]]
+
+
+def lift(
+    state_type: type, slots: Callable[[Leaf], Slots], step: Step, leaves: LeafRules, settings: str
+) -> optax.GradientTransformationExtraArgs:
+    """Turns a rule for one array into an Optax transformation.
+
+    Args:
+      state_type: a NamedTuple with fields `count`, the slots' names, `settings`.
+      slots: which arrays the state holds for a leaf.
+      step: `(leaf, count, gradient, **arrays) -> (update, arrays)`; the gradient is at least float32, the count is
+        that of the step being made, from 1.
+      leaves: how each leaf is treated.
+      settings: what else shapes the state, in words; it travels with the state, which is refused under other settings.
+
+    Returns:
+      A transformation whose updates have the gradients' dtype. `init` raises `TypeError` for leaves that are not
+      floating or complex; `update` raises `ValueError` where gradients and state do not belong together.
+    """
+    fields = state_type._fields[1:-1]
+    label = f"spectra_optax {FORMAT} {settings}"
+
+    def init(params):
+        nodes, treedef = jax.tree.flatten(params, is_leaf=_is_box)
+        decided = iter([slots(leaf) for leaf in _leaves(params, leaves)])
+        decided = [next(decided) if jax.tree.leaves(node) else {} for node in nodes]
+        trees = (
+            treedef.unflatten([_start(s.get(f), node) for s, node in zip(decided, nodes, strict=True)]) for f in fields
+        )
+        return state_type(jnp.zeros([], jnp.int32), *trees, _encode(label))
+
+    def update(updates, state, params=None, **extra_args):
+        del params, extra_args
+        check_settings(state.settings, label)
+        decided = _leaves(updates, leaves)
+        gradients, treedef = jax.tree.flatten(updates)
+        count = optax.safe_increment(state.count)
+        held = {f: _arrays(f, getattr(state, f), [(d, slots(d).get(f)) for d in decided]) for f in fields}
+        outputs, new = [], {f: [] for f in fields}
+        for i, (leaf, g) in enumerate(zip(decided, gradients, strict=True)):
+            arrays = {f: held[f][i] for f in fields if held[f][i] is not None}
+            u, arrays = step(leaf, count, g.astype(wide(g.dtype)), **arrays)
+            outputs.append(u.astype(g.dtype))
+            for f, array in arrays.items():
+                new[f].append(array)
+        trees = (jax.tree.structure(getattr(state, f)).unflatten(new[f]) for f in fields)
+        return treedef.unflatten(outputs), state_type(count, *trees, state.settings)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def lift_stateless(
+    rule: Callable[[Leaf, jax.Array], jax.Array], leaves: LeafRules
+) -> optax.GradientTransformationExtraArgs:
+    """Turns `(leaf, gradient) -> update`, without a state, into an Optax transformation."""
+
+    def init(params):
+        _leaves(params, leaves)
+        return optax.EmptyState()
+
+    def update(updates, state, params=None, **extra_args):
+        del params, extra_args
+        gradients, treedef = jax.tree.flatten(updates)
+        outputs = [
+            rule(leaf, g.astype(wide(g.dtype))).astype(g.dtype)
+            for leaf, g in zip(_leaves(updates, leaves), gradients, strict=True)
+        ]
+        return treedef.unflatten(outputs), state
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def labels(leaves: LeafRules) -> Callable[[Any], Any]:
+    """Returns a function that maps a tree to the kind of each leaf, as `optax.partition` wants its labels."""
+
+    def label(tree):
+        return jax.tree.unflatten(jax.tree.structure(tree), [leaf.kind for leaf in _leaves(tree, leaves)])
+
+    return label
+
+
+def in_float32(inner: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
+    """Runs a transformation in float32 or wider, whatever the dtype of parameters and gradients.
+
+    Its state is that of float32 parameters; its updates come back in the gradients' dtype. Gradients that do not match
+    the parameters or the state, which broadcasting would let through, are refused with a `ValueError`.
+    """
+    inner = optax.with_extra_args_support(inner)
+
+    def init(params):
+        return inner.init(jax.tree.map(_widened, params))
+
+    def update(updates, state, params=None, **extra_args):
+        if params is not None:
+            _check_alike("updates", updates, "params", params)
+        wide_updates, wide_params = (jax.tree.map(lambda x: x.astype(wide(x.dtype)), t) for t in (updates, params))
+        new_updates, new_state = inner.update(wide_updates, state, wide_params, **extra_args)
+        _check_alike("updates", updates, "the state's parameters", new_updates)
+        _check_alike("the state", state, "the state after this update", new_state)
+        return jax.tree.map(lambda u, g: u.astype(g.dtype), new_updates, updates), new_state
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def wide(dtype: Any) -> Any:
+    """The dtype to compute in: float32, or the dtype itself where it is wider or complex."""
+    return jnp.promote_types(dtype, jnp.float32)
+
+
+def named(tree: Any) -> list[tuple[str, Any]]:
+    """The arrays of a tree, in order, each with its path as "a/b/c"; boxes leave no trace in the path."""
+    flat = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_box)[0]
+    return [("/".join(map(_name, path)), array) for path, node in flat for array in jax.tree.leaves(node)]
+
+
+def unboxed(tree: Any) -> Any:
+    """The tree with plain arrays in place of boxes (boxes without an array stay)."""
+    return jax.tree.map(lambda node: (jax.tree.leaves(node) or [node])[0], tree, is_leaf=_is_box)
+
+
+def check_settings(stored: jax.Array, label: str) -> None:
+    """Refuses a state that was built under other settings, as far as its arrays can tell.
+
+    Raises:
+      ValueError: if the state's description of itself differs; under `jit` only its length is known.
+    """
+    expected = np.frombuffer(label.encode(), np.uint8)
+    if stored.shape != expected.shape:
+        found = f"a description of {stored.shape} bytes"
+    elif not isinstance(stored, jax.core.Tracer) and not np.array_equal(stored, expected):
+        found = repr(bytes(np.asarray(stored)).decode(errors="replace"))
+    else:
+        return
+    raise ValueError(f"The optimizer's state was built under other settings: expected {label!r}, got {found}.")
+
+
+def _leaves(tree: Any, rules: LeafRules) -> list[Leaf]:
+    return [rules.leaf(path, x.shape, x.dtype) for path, x in named(tree)]
+
+
+def _is_box(node: Any) -> bool:
+    """Whether a node is one of Flax's boxes, told by their methods so that Flax need not be installed."""
+    kind = type(node)
+    return all(hasattr(kind, m) for m in ("unbox", "replace_boxed")) or all(
+        hasattr(kind, m) for m in ("get_value", "get_metadata")
+    )
+
+
+def _name(key: Any) -> str:
+    for attribute in ("key", "name", "idx"):
+        if hasattr(key, attribute):
+            return str(getattr(key, attribute))
+    return str(key)
+
+
+def _start(s: Slot | None, node: Any) -> Any:
+    """The first value of a slot beside the parameter (or box) `node`."""
+    arrays, box = jax.tree.flatten(node)
+    if not arrays:
+        return node
+    if s is None:
+        return optax.MaskedNode()
+    value = sharding.start(s, arrays[0])
+    return box.unflatten([value]) if s.axes == tuple(range(len(arrays[0].shape))) else value
+
+
+def _arrays(field: str, tree: Any, decided: list[tuple[Leaf, Slot | None]]) -> list[jax.Array | None]:
+    """The arrays of one field of a state, one entry per leaf, checked against what its slots say."""
+    held = named(tree)
+    expected = [(leaf.path, s) for leaf, s in decided if s is not None]
+    if [path for path, _ in held] != [path for path, _ in expected]:
+        other = {path for path, _ in held} ^ {path for path, _ in expected}
+        raise ValueError(
+            f"The gradients do not belong to this state: its field {field!r} and the gradients differ in "
+            f"{sorted(other) or 'the order of their leaves'}. Initialise with parameters of the gradients' structure."
+        )
+    for (path, array), (_, s) in zip(held, expected, strict=True):
+        if array.shape != s.shape or array.dtype != s.dtype:
+            raise ValueError(
+                f"State field {field!r} of {path!r} is {array.dtype}{list(array.shape)}, but gradients and settings "
+                f"ask for {s.dtype}{list(s.shape)}: the state belongs to other parameters or other settings."
+            )
+    arrays = iter([array for _, array in held])
+    return [None if s is None else next(arrays) for _, s in decided]
+
+
+def _widened(x: Any) -> Any:
+    """A leaf as `init` should see it: itself, or its float32 shape (no copy is made of 16-bit parameters)."""
+    if x.dtype == wide(x.dtype):
+        return x
+    return jax.ShapeDtypeStruct(x.shape, wide(x.dtype), sharding=sharding.of(x))
+
+
+def _check_alike(name: str, tree: Any, other_name: str, other: Any) -> None:
+    ours, theirs = ([(path, x.shape) for path, x in named(t)] for t in (tree, other))
+    for one, two in zip(ours, theirs, strict=False):
+        if one != two:
+            raise ValueError(f"{name} and {other_name} do not match: {one} against {two}.")
+    if len(ours) != len(theirs):
+        raise ValueError(f"{name} have {len(ours)} leaves, {other_name} {len(theirs)}.")
+
+
+def _encode(label: str) -> jax.Array:
+    return jnp.asarray(np.frombuffer(label.encode(), np.uint8))
+
+
+def aligned_mask(mask: Any) -> Any:
+    """Lets a mask tree be given as Optax users give it, and refuses one that does not fit the parameters.
+
+    A tree of booleans whose leaves match the parameters' one for one is laid on their structure (a mask made from NNX
+    variables then fits the plain arrays that `nnx.Optimizer` passes); a prefix tree or a function passes unchanged.
+    """
+    if mask is None or callable(mask):
+        return mask
+
+    def fitted(params):
+        structure, leaves = jax.tree.structure(params), jax.tree.leaves(mask)
+        if [path for path, _ in named(mask)] == [path for path, _ in named(params)]:
+            return structure.unflatten(leaves)
+        try:
+            jax.tree.map(lambda m, p: None, mask, params)
+        except (ValueError, TypeError) as error:
+            raise ValueError(
+                f"mask must be a tree of booleans like the parameters, a prefix of it, or a function of the parameters; "
+                f"got {jax.tree.structure(mask)} for {structure}."
+            ) from error
+        return mask
+
+    return fitted

@@ -1,0 +1,115 @@
+"""Divides a gradient by the root of its factored second moment.
+
+    nu   <- b2 nu + (1 - b2) |g|^2,  held as the means of its rows and columns
+    nu_ij ~ row_i col_j / mean(row)
+    u    <- g / sqrt(nu / (1 - b2^t)),  |u| at most 1 / sqrt(1 - b2)
+
+The bound is Adam's own: a full `nu` is never below `(1 - b2) |g|^2`, the last gradient's share of it, while the product
+of a small row and a small column can be. A leaf that is no matrix keeps its full second moment.
+
+State: `4 (r + c)` bytes for a matrix `[r, c]` (0.0015 bytes per parameter at 8192 x 4096), 4 bytes per parameter
+for a dense leaf. Source: Shazeer & Stern 2018 (arXiv:1804.04235).
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from spectra_optax import arguments
+from spectra_optax.arguments import Scalar
+from spectra_optax.codecs import factored
+from spectra_optax.leaves import Leaf, LeafRules
+from spectra_optax.lift import lift
+from spectra_optax.sharding import Slot, slot
+
+
+class FactoredRmsState(NamedTuple):
+    """State of `scale_by_factored_rms`; every array is float32 whatever the gradients' dtype."""
+
+    count: jax.Array  # int32 []
+    rms_row: Any  # [..., r] root of the averaged mean square of each row
+    rms_col: Any  # [..., c] the same of each column
+    rms: Any  # the parameter's shape: root of the averaged square, of dense leaves
+    settings: jax.Array  # uint8 [n], what the state was built with
+
+
+def _slots(leaf: Leaf) -> dict[str, Slot]:
+    if leaf.is_matrix:
+        (*batch, r, c), (*along, row, col) = leaf.matrix_shape, leaf.matrix_axes
+        return {
+            "rms_row": slot((*batch, r), jnp.float32, (*along, row)),
+            "rms_col": slot((*batch, c), jnp.float32, (*along, col)),
+        }
+    return {} if leaf.kind == "empty" else {"rms": slot(leaf.shape, jnp.float32, range(len(leaf.shape)))}
+
+
+def _matrix(leaf: Leaf, unbias: jax.Array, g: jax.Array, b2: jax.Array, eps: jax.Array, rms_row, rms_col):
+    x = leaf.to_matrix(g)
+    row, col = factored.row_col_rms(x)
+    row, col = factored.average(rms_row, row, b2), factored.average(rms_col, col, b2)
+    inverse_row, inverse_col = factored.inverse_root(row, col, eps)
+    u = x * (unbias * inverse_row)[..., None] * inverse_col[..., None, :]
+    return leaf.from_matrix(_bounded(u, jax.lax.rsqrt(1.0 - b2))), {"rms_row": row, "rms_col": col}
+
+
+def _dense(unbias: jax.Array, g: jax.Array, b2: jax.Array, eps: jax.Array, rms: jax.Array):
+    rms = factored.average(rms, jnp.abs(g).astype(jnp.float32), b2)
+    inverse = factored.reciprocal(rms + eps * factored.rms(rms, tuple(range(rms.ndim))))
+    return g * (unbias * inverse), {"rms": rms}
+
+
+def _bounded(u: jax.Array, bound: jax.Array) -> jax.Array:
+    if jnp.iscomplexobj(u):
+        return u * (bound / jnp.maximum(jnp.abs(u), bound))
+    return jnp.clip(u, -bound, bound)
+
+
+def _step(leaf: Leaf, count: jax.Array, g: jax.Array, *, b2: Scalar, eps: Scalar, **held: jax.Array):
+    if leaf.kind == "empty":
+        return g, held
+    b2, eps = jnp.asarray(b2, jnp.float32), jnp.asarray(eps, jnp.float32)
+    unbias = jnp.sqrt(1.0 - b2**count)
+    return _matrix(leaf, unbias, g, b2, eps, **held) if leaf.is_matrix else _dense(unbias, g, b2, eps, **held)
+
+
+def scale_by_factored_rms(
+    b2: Scalar = 0.999, eps: Scalar = 1e-8, *, leaves: LeafRules = LeafRules()
+) -> optax.GradientTransformationExtraArgs:
+    """Divides gradients by the root of a second moment that is held as row and column means.
+
+    Each matrix `[r, c]` of a leaf `[..., r, c]` has its own; leading axes are batches. Statistics are float32 and survive
+    gradients of any magnitude from 1e-20 to 1e20, and zeros: a gradient of 0 gives an update of 0. One gradient that
+    is not finite makes its whole matrix, and the statistics, not finite: guard with `optax.apply_if_finite`.
+
+    Args:
+      b2: decay of the second moment, in [0, 1); bias-corrected.
+      eps: added to the denominator, in units of the leaf's own root mean square.
+      leaves: which leaves are matrices.
+
+    Returns:
+      An Optax transformation with state `FactoredRmsState`. Its updates have the gradients' dtype and are at most
+      `1 / sqrt(1 - b2)` in magnitude.
+
+    Raises:
+      ValueError: if `b2` is outside [0, 1) or `eps` is not above 0.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from spectra_optax import scale_by_factored_rms
+      >>> params = {"kernel": jnp.ones((64, 128))}
+      >>> tx = scale_by_factored_rms(b2=0.99)
+      >>> state = tx.init(params)
+      >>> state.rms_row["kernel"].shape, state.rms_col["kernel"].shape
+      ((64,), (128,))
+      >>> updates, state = tx.update({"kernel": jnp.full((64, 128), 1e-20)}, state)
+      >>> print(f"{updates['kernel'].mean():.3f}")
+      1.000
+
+    References:
+      Shazeer and Stern, Adafactor, 2018: https://arxiv.org/abs/1804.04235
+    """
+    step = functools.partial(_step, b2=arguments.decay_rate("b2", b2), eps=arguments.positive("eps", eps))
+    return lift(FactoredRmsState, _slots, step, leaves, "factored_rms")

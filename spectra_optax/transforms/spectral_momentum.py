@@ -1,0 +1,143 @@
+"""Momentum that remembers only the kept frequencies of what it is fed; the rest passes through at matched noise.
+
+    z   <- kept coefficients of u
+    mu  <- b1 mu + (1 - b1) z
+    out <- synthesis(mu / (1 - b1^t)) + noise_t (u - synthesis(z))
+
+`noise_t = sqrt((1 - b1)(1 + b1^t) / ((1 + b1)(1 - b1^t)))` is the gain of bias-corrected momentum on white noise, 1 at
+the first step and `sqrt((1 - b1) / (1 + b1))` in the long run, so kept and unkept frequencies move the weights by the
+same amount where gradients are noise. With every coefficient kept this is `optax.ema`.
+
+Feed it normalised updates: a lossy momentum that is divided by `sqrt(nu)` afterwards leaks large columns into small ones.
+
+State: `keep` coefficients per parameter (0.5 bytes at a quarter in bfloat16), and a few integers per matrix.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from spectra_optax import arguments
+from spectra_optax.arguments import Scalar
+from spectra_optax.codecs import spectrum as codec
+from spectra_optax.codecs.spectrum import Layout, Spectrum
+from spectra_optax.leaves import Leaf, LeafRules
+from spectra_optax.lift import lift
+from spectra_optax.sharding import Slot, slot
+
+
+class SpectralMomentumState(NamedTuple):
+    """State of `scale_by_spectral_momentum`.
+
+    `n` blocks of each matrix keep `k` coefficients each, which stand where the axis that was cut stood; `m` masks of
+    `f` frequencies are 1 or `n`.
+    """
+
+    count: jax.Array  # int32 []
+    mu: Any  # [..., n k, c] or [..., r, n k] of the spectrum's dtype; a dense leaf's own shape in float32
+    index: Any  # int32 [..., m, k], which coefficients those are
+    energy: Any  # float32 [..., m, f], averaged energy of every frequency; only of masks that follow it
+    settings: jax.Array  # uint8 [n], what the state was built with
+
+
+def _layout(leaf: Leaf, spectrum: Spectrum) -> Layout:
+    return spectrum.layout(leaf.matrix_shape[leaf.cut_axis])
+
+
+def _slots(leaf: Leaf, *, spectrum: Spectrum) -> dict[str, Slot]:
+    full = jnp.promote_types(leaf.dtype, jnp.float32)
+    if not leaf.is_matrix:
+        return {} if leaf.kind == "empty" else {"mu": slot(leaf.shape, full, range(len(leaf.shape)))}
+    layout, cut = _layout(leaf, spectrum), leaf.cut_axis
+    shape, (*batch, _, _) = list(leaf.matrix_shape), leaf.matrix_shape
+    shape[cut] = layout.coefficients.length
+    dtype = jnp.complex64 if jnp.issubdtype(leaf.dtype, jnp.complexfloating) else spectrum.dtype
+    own = spectrum.mask == "topk"
+    masks = layout.count if own else 1
+    along = (*leaf.matrix_axes[:-2], leaf.matrix_axes[cut] if own else None, None)
+    slots = {
+        "mu": slot(shape, dtype, leaf.matrix_axes, run={cut: layout.kept}),
+        "index": slot((*batch, masks, layout.kept), jnp.int32, along, value=spectrum.first_index(layout)),
+    }
+    if spectrum.is_dynamic:
+        slots["energy"] = slot((*batch, masks, layout.frequencies), jnp.float32, along)
+    return slots
+
+
+def _choose(layout: Layout, spectrum: Spectrum, decay: jax.Array, blocks, mu, index, energy):
+    """Averages the energy of each frequency and moves the momentum to the frequencies that now have the most."""
+    energy = decay * energy + (1.0 - decay) * codec.energies(blocks, layout, spectrum)
+    new = codec.strongest(energy, layout)
+    return codec.carry_over(mu, index, new), new, energy
+
+
+def _spectral(leaf: Leaf, count: jax.Array, u: jax.Array, decay: jax.Array, spectrum: Spectrum, **held: jax.Array):
+    layout, cut = _layout(leaf, spectrum), leaf.cut_axis
+    blocks = layout.split(leaf.to_matrix(u), cut)
+    held["mu"] = layout.coefficients.split(held["mu"], cut)
+    if spectrum.is_dynamic:
+        due = (count - 1) % spectrum.refresh == 0
+        choose = functools.partial(_choose, layout, spectrum, decay, blocks)
+        mu, index, energy = jax.lax.cond(due, choose, lambda *same: same, held["mu"], held["index"], held["energy"])
+        held = {"mu": mu, "index": index, "energy": energy}
+    kept = codec.analyse(blocks, held["index"], spectrum)
+    mu = decay * held["mu"].astype(kept.dtype) + (1.0 - decay) * kept
+    unbias, noise = _gains(decay, count)
+    out = noise * blocks + codec.synthesise(mu / unbias - noise * kept, held["index"], layout.block, spectrum)
+    mu = layout.coefficients.join(mu.astype(held["mu"].dtype), cut)
+    return leaf.from_matrix(layout.join(out, cut)), {**held, "mu": mu}
+
+
+def _gains(decay: jax.Array, count: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The bias correction, and the gain of bias-corrected momentum on white noise."""
+    faded = decay**count
+    return 1.0 - faded, jnp.sqrt((1.0 - decay) * (1.0 + faded) / ((1.0 + decay) * (1.0 - faded)))
+
+
+def _step(leaf: Leaf, count: jax.Array, u: jax.Array, *, decay: Scalar, spectrum: Spectrum, **held: jax.Array):
+    decay = jnp.asarray(decay, jnp.float32)
+    if leaf.is_matrix:
+        return _spectral(leaf, count, u, decay, spectrum, **held)
+    if leaf.kind == "empty":
+        return u, held
+    mu = decay * held["mu"] + (1.0 - decay) * u
+    return mu / (1.0 - decay**count), {"mu": mu}
+
+
+def scale_by_spectral_momentum(
+    decay: Scalar = 0.9, *, spectrum: Spectrum = Spectrum(), leaves: LeafRules = LeafRules()
+) -> optax.GradientTransformationExtraArgs:
+    """Momentum held as kept coefficients of a block Fourier transform along one axis of each matrix.
+
+    The axis is -2, the inputs of a Flax kernel; for embeddings it is -1, so that a row whose gradient is always 0
+    never moves. Dense leaves get an ordinary bias-corrected average. One update that is not finite makes the
+    momentum of its block (the same rows, all kept frequencies) not finite: guard with `optax.apply_if_finite`.
+
+    Args:
+      decay: of the average, in [0, 1).
+      spectrum: which coefficients of which blocks are kept, and how.
+      leaves: which leaves are matrices and embeddings.
+
+    Returns:
+      An Optax transformation with state `SpectralMomentumState`; updates have the dtype of what it is fed.
+
+    Raises:
+      ValueError: if `decay` is outside [0, 1).
+      TypeError: if `spectrum` is not a `Spectrum`.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from spectra_optax import Spectrum, scale_by_spectral_momentum
+      >>> params = {"kernel": jnp.ones((256, 128))}
+      >>> tx = scale_by_spectral_momentum(0.9, spectrum=Spectrum(keep=0.25, block=64))
+      >>> state = tx.init(params)
+      >>> state.mu["kernel"].shape, state.mu["kernel"].dtype
+      ((64, 128), dtype(bfloat16))
+    """
+    arguments.instance("spectrum", spectrum, Spectrum)
+    step = functools.partial(_step, decay=arguments.decay_rate("decay", decay), spectrum=spectrum)
+    slots = functools.partial(_slots, spectrum=spectrum)
+    return lift(SpectralMomentumState, slots, step, leaves, f"spectral_momentum {spectrum}")
