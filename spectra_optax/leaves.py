@@ -42,11 +42,11 @@ class Leaf:
       cols: the axes that make its columns.
     """
 
-    path: str
+    path: str = dataclasses.field(compare=False)  # equal leaves share one traced rule
     shape: tuple[int, ...]
     dtype: np.dtype
     kind: Kind
-    reason: str
+    reason: str = dataclasses.field(compare=False)
     rows: tuple[int, ...] = ()
     cols: tuple[int, ...] = ()
 

@@ -13,26 +13,27 @@ Bytes per parameter: `4 (r + c) / (r c)`. Shapes: `[..., r, c]`, leading axes ar
 import jax
 import jax.numpy as jnp
 
-_SMALLEST, _LARGEST = 1e-20, 1e28  # mean squares between these lose nothing in float32
+_LARGE = 1e30  # far enough from the largest float32 for a sum below it to be complete
 
 
 def row_col_rms(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Root mean squares of each row `[..., r]` and of each column `[..., c]` of `x` `[..., r, c]`, in float32.
+    """Root mean squares of each row `[..., r]` and of each column `[..., c]` of `x` `[..., r, c]`, in float32."""
+    # Scales that differ keep XLA from computing the squares once for both and storing them.
+    return rms(x, -1, scale=2.0**40), rms(x, -2, scale=2.0**41)
 
-    Exact to rounding for entries of any float32 magnitude. Matrices are first scaled by a power of two, which is exact,
-    but only where squares would leave the range of float32: usually `x` is read once.
+
+def rms(x: jax.Array, axis: int | tuple[int, ...], *, keepdims: bool = False, scale: float = 2.0**40) -> jax.Array:
+    """Root mean square over axes, in float32, exact to rounding for magnitudes from 1e-30 to 1e30.
+
+    Squares are taken of `x` scaled up and scaled down, in one pass, by powers of two; the sum that stayed in the range
+    of float32 counts.
     """
-    row, col = _mean_squares(x)
-    total = jnp.mean(row, axis=-1)
-    in_range = jnp.all((total > _SMALLEST) & (total < _LARGEST))
-    return jax.lax.cond(in_range, lambda _: (jnp.sqrt(row), jnp.sqrt(col)), _scaled_rms, x)
-
-
-def rms(x: jax.Array, axis: int | tuple[int, ...]) -> jax.Array:
-    """Root mean square over axes, which stay with length 1, without leaving the range of `x`."""
-    largest = jnp.max(jnp.abs(x), axis=axis, keepdims=True)
-    scaled = x / jnp.where(largest > 0, largest, 1.0)
-    return largest * jnp.sqrt(jnp.mean(jnp.square(scaled), axis=axis, keepdims=True))
+    size = jnp.abs(x)
+    up, down = (
+        jnp.mean(jnp.square(size * factor), axis=axis, keepdims=keepdims).astype(jnp.float32)
+        for factor in (scale, 1.0 / scale)
+    )
+    return jnp.where(up < _LARGE, jnp.sqrt(up) / scale, jnp.sqrt(down) * scale)
 
 
 def average(old: jax.Array, new: jax.Array, decay: jax.Array) -> jax.Array:
@@ -46,23 +47,10 @@ def inverse_root(row: jax.Array, col: jax.Array, eps: jax.Array) -> tuple[jax.Ar
     `eps` is relative: it is added to rows and columns in units of the matrix's own root mean square, so that the result
     does not depend on the gradients' scale. A matrix of zeros has factors 0.
     """
-    total = rms(row, -1)
+    total = rms(row, -1, keepdims=True)
     return reciprocal(row + eps * total), reciprocal(col * reciprocal(total) + eps * (total > 0))
 
 
 def reciprocal(x: jax.Array) -> jax.Array:
     """`1 / x` for positive `x`, 0 for 0."""
     return jnp.where(x > 0, 1.0 / jnp.where(x > 0, x, 1.0), 0.0)
-
-
-def _mean_squares(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    squares = jnp.real(x * jnp.conj(x)) if jnp.iscomplexobj(x) else jnp.square(x)
-    return tuple(jnp.mean(squares, axis=axis).astype(jnp.float32) for axis in (-1, -2))
-
-
-def _scaled_rms(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    largest = jnp.max(jnp.abs(x), axis=(-2, -1), keepdims=True).astype(jnp.float32)
-    exponent = jnp.clip(jnp.frexp(largest)[1], -126, 126)  # 2^exponent and its inverse are normal numbers
-    row, col = _mean_squares(x * jnp.ldexp(jnp.ones_like(largest), -exponent).astype(largest.dtype))
-    scale = jnp.ldexp(jnp.ones_like(largest), exponent)[..., 0]
-    return jnp.sqrt(row) * scale, jnp.sqrt(col) * scale

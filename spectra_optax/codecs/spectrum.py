@@ -91,6 +91,11 @@ class Spectrum:
         """Whether the mask follows the gradients."""
         return self.mask in _DYNAMIC
 
+    @property
+    def is_stored(self) -> bool:
+        """Whether only the state knows the mask; the low-pass mask is a constant of the program."""
+        return self.mask != "lowpass"
+
     def layout(self, length: int) -> "Layout":
         """How an axis of this length is cut and how many coefficients of each block are kept."""
         block = _block_length(length, self.block)
@@ -202,8 +207,10 @@ def _uses_fft(spectrum: Spectrum, block: int) -> bool:
     return spectrum.lowering == "fft" or (spectrum.lowering == "auto" and block > _LARGEST_MATMUL)
 
 
-def _kept_basis(index: jax.Array, block: int) -> jax.Array:
+def _kept_basis(index: jax.Array | np.ndarray, block: int) -> jax.Array | np.ndarray:
     """The kept rows of the basis, `[..., m, k, b]`; a one-hot product, because a gather would not shard."""
+    if isinstance(index, np.ndarray):
+        return basis(block)[index]
     chosen = (index[..., None] == jnp.arange(block)).astype(jnp.float32)
     return jnp.matmul(chosen, basis(block), precision="highest")
 

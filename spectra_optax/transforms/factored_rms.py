@@ -67,6 +67,7 @@ def _bounded(u: jax.Array, bound: jax.Array) -> jax.Array:
     return jnp.clip(u, -bound, bound)
 
 
+@functools.partial(jax.jit, static_argnames="leaf")
 def _step(leaf: Leaf, count: jax.Array, g: jax.Array, *, b2: Scalar, eps: Scalar, **held: jax.Array):
     if leaf.kind == "empty":
         return g, held

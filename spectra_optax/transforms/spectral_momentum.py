@@ -83,10 +83,11 @@ def _spectral(leaf: Leaf, count: jax.Array, u: jax.Array, decay: jax.Array, spec
         choose = functools.partial(_choose, layout, spectrum, decay, blocks)
         mu, index, energy = jax.lax.cond(due, choose, lambda *same: same, held["mu"], held["index"], held["energy"])
         held = {"mu": mu, "index": index, "energy": energy}
-    kept = codec.analyse(blocks, held["index"], spectrum)
+    index = held["index"] if spectrum.is_stored else spectrum.first_index(layout)[None]
+    kept = codec.analyse(blocks, index, spectrum)
     mu = decay * held["mu"].astype(kept.dtype) + (1.0 - decay) * kept
     unbias, noise = _gains(decay, count)
-    out = noise * blocks + codec.synthesise(mu / unbias - noise * kept, held["index"], layout.block, spectrum)
+    out = noise * blocks + codec.synthesise(mu / unbias - noise * kept, index, layout.block, spectrum)
     mu = layout.coefficients.join(mu.astype(held["mu"].dtype), cut)
     return leaf.from_matrix(layout.join(out, cut)), {**held, "mu": mu}
 
@@ -97,6 +98,7 @@ def _gains(decay: jax.Array, count: jax.Array) -> tuple[jax.Array, jax.Array]:
     return 1.0 - faded, jnp.sqrt((1.0 - decay) * (1.0 + faded) / ((1.0 + decay) * (1.0 - faded)))
 
 
+@functools.partial(jax.jit, static_argnames=("leaf", "spectrum"))
 def _step(leaf: Leaf, count: jax.Array, u: jax.Array, *, decay: Scalar, spectrum: Spectrum, **held: jax.Array):
     decay = jnp.asarray(decay, jnp.float32)
     if leaf.is_matrix:
