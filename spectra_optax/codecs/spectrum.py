@@ -179,7 +179,9 @@ def energies(blocks: jax.Array, layout: Layout, spectrum: Spectrum) -> jax.Array
     energy = jnp.square(jnp.abs(analyse(blocks, every, spectrum)))
     over = -1 if spectrum.mask == "topk" else (-3, -1)
     energy = jnp.expand_dims(jnp.mean(energy, axis=over), -2) if spectrum.mask != "topk" else jnp.mean(energy, over)
-    members = frequency(np.arange(layout.block)) == np.arange(layout.frequencies)[:, None]
+    members = np.expand_dims(
+        frequency(np.arange(layout.block)) == np.arange(layout.frequencies)[:, None], tuple(range(energy.ndim - 1))
+    )
     sums = jnp.sum(jnp.where(members, energy[..., None, :], 0.0), axis=-1)
     return (sums / members.sum(axis=-1)).astype(jnp.float32)
 
@@ -211,7 +213,7 @@ def _kept_basis(index: jax.Array | np.ndarray, block: int) -> jax.Array | np.nda
     """The kept rows of the basis, `[..., m, k, b]`; a one-hot product, because a gather would not shard."""
     if isinstance(index, np.ndarray):
         return basis(block)[index]
-    chosen = (index[..., None] == jnp.arange(block)).astype(jnp.float32)
+    chosen = jax.nn.one_hot(index, block, dtype=jnp.float32)
     return jnp.matmul(chosen, basis(block), precision="highest")
 
 

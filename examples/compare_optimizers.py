@@ -1,0 +1,172 @@
+"""The table behind the claim "not worse than AdamW": every optimizer at its own best learning rate.
+
+    python examples/compare_optimizers.py run --jobs 2
+    python examples/compare_optimizers.py report
+
+`run` trains every entry at every learning rate on the first seed, then at its best rate on the other seeds, on the
+model and text of `train_lm.py`. It appends each finished run to a file and, started again, goes on where it stopped.
+`report` prints what the file holds as Markdown.
+"""
+
+import dataclasses
+import os
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from functools import partial
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Annotated, NamedTuple
+
+import typer
+from lm.comparison import Run, append_run, best_rate, markdown, read_runs
+from lm.data import BYTE, load_corpus
+from lm.model import ModelConfig
+from lm.optimizers import OPTIMIZERS
+from lm.settings import require_same, settings_of
+from lm.training import Recipe, train
+from tqdm import tqdm
+
+from spectra_optax import Spectrum, spectra_adamw
+
+
+class Entry(NamedTuple):
+    """A row of the table: an optimizer and the decay of its momentum."""
+
+    make_optimizer: Callable
+    b1: float = 0.9
+
+
+ENTRIES = {
+    "adamw_b1_0.5": Entry(OPTIMIZERS["adamw"], b1=0.5),
+    "adamw_b1_0.8": Entry(OPTIMIZERS["adamw"], b1=0.8),
+    "adamw_b1_0.9": Entry(OPTIMIZERS["adamw"], b1=0.9),
+    "spectra_lowpass": Entry(OPTIMIZERS["spectra_adamw"]),
+    "spectra_full": Entry(OPTIMIZERS["spectra_adamw_full"]),
+    # With b1 = 0 the momentum is the update itself, so what it stores has no effect.
+    "no_momentum": Entry(OPTIMIZERS["spectra_adamw_full"], b1=0.0),
+    "spectra_random": Entry(partial(spectra_adamw, momentum=Spectrum(mask="random"))),
+    "spectra_energy": Entry(partial(spectra_adamw, momentum=Spectrum(mask="energy"))),
+    "spectra_topk": Entry(partial(spectra_adamw, momentum=Spectrum(mask="topk"))),
+    "spectra_lowpass_eighth": Entry(partial(spectra_adamw, momentum=Spectrum(keep=1 / 8))),
+}
+NAMES = list(ENTRIES)
+RATES = [5e-4, 1e-3, 2e-3, 4e-3, 8e-3]
+SEEDS = [0, 1, 2]
+PINNING = hasattr(os, "sched_setaffinity")  # Not on macOS.
+
+
+class Cell(NamedTuple):
+    """One run to do, but for the recipe that all share."""
+
+    entry: str
+    rate: float
+    seed: int
+
+
+app = typer.Typer(pretty_exceptions_enable=False, add_completion=False)
+ResultsFile = Annotated[Path, typer.Option(help="JSON-lines file, one finished run a line.")]
+RESULTS = Path("runs/compare_optimizers.jsonl")
+
+
+@app.command()
+def run(
+    entries: Annotated[list[str], typer.Option(help=f"Repeatable; of {', '.join(NAMES)}.")] = NAMES,
+    rates: Annotated[list[float], typer.Option(help="Learning rates to try; repeatable.")] = RATES,
+    seeds: Annotated[
+        list[int], typer.Option(help="The first gets every rate, the rest the best; repeatable.", min=0)
+    ] = SEEDS,
+    steps: Annotated[int, typer.Option(help="Training steps of a run.")] = Recipe.steps,
+    layers: Annotated[int, typer.Option(help="Blocks of the model.")] = ModelConfig.layers,
+    width: Annotated[int, typer.Option(help="Width of the model.")] = ModelConfig.width,
+    jobs: Annotated[int, typer.Option(help="Runs side by side, each on its own share of the CPU cores.")] = 1,
+    results: ResultsFile = RESULTS,
+) -> None:
+    """Trains whatever the results file does not hold yet."""
+    unknown = [entry for entry in entries if entry not in ENTRIES]
+    if unknown:
+        raise typer.BadParameter(f"entries must be of {', '.join(NAMES)}, got {', '.join(unknown)}")
+    cores = _cores()
+    if not 1 <= jobs <= len(cores):
+        raise typer.BadParameter(f"jobs must be between 1 and the {len(cores)} cores at hand, got {jobs}")
+    try:
+        recipe = Recipe(ModelConfig(layers=layers, width=width), steps)
+        settings = _settings(recipe)
+        for finished in read_runs(results):
+            require_same(settings, finished.settings, results)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    with _pool(jobs, cores) as pool:
+        grid = [Cell(entry, rate, seeds[0]) for entry in entries for rate in rates]
+        _run_missing(grid, recipe, results, pool)
+        runs = read_runs(results)
+        repeats = [Cell(entry, best_rate(runs, entry), seed) for entry in entries for seed in seeds[1:]]
+        _run_missing(repeats, recipe, results, pool)
+    print(markdown(read_runs(results)))
+
+
+@app.command()
+def report(results: ResultsFile = RESULTS) -> None:
+    """Prints the finished runs as a Markdown table."""
+    runs = read_runs(results)
+    if not runs:
+        raise typer.BadParameter(f"there are no finished runs in {results}; `run` makes them")
+    print(markdown(runs))
+
+
+def _corpus(recipe: Recipe):
+    return load_corpus(None, BYTE, recipe.model.context)
+
+
+def _settings(recipe: Recipe) -> dict:
+    settings = settings_of(recipe, _corpus(recipe))
+    del settings["b1"]  # Each entry has its own.
+    return settings
+
+
+def _pool(jobs: int, cores: list[int]) -> ProcessPoolExecutor:
+    """Worker processes, the cores dealt out among them.
+
+    A worker pins itself before its first computation, which is when JAX sizes its thread pools. Workers live as long
+    as the sweep, so each compiles an entry once and serves all its learning rates and seeds.
+    """
+    context = get_context("spawn")
+    shares = context.SimpleQueue()
+    for job in range(jobs):
+        shares.put(cores[job::jobs])
+    return ProcessPoolExecutor(jobs, context, initializer=_pin, initargs=(shares,))
+
+
+def _cores() -> list[int]:
+    return sorted(os.sched_getaffinity(0)) if PINNING else list(range(os.cpu_count()))
+
+
+def _pin(shares) -> None:
+    if PINNING:
+        os.sched_setaffinity(0, shares.get())
+
+
+def _run_missing(cells: list[Cell], recipe: Recipe, results: Path, pool: ProcessPoolExecutor) -> None:
+    """Runs those of `cells` that the file lacks; only this process writes to it."""
+    finished = {Cell(run.entry, run.rate, run.seed) for run in read_runs(results)}
+    missing = [cell for cell in cells if cell not in finished]
+    futures = [pool.submit(_run_cell, cell, recipe) for cell in missing]
+    for future in tqdm(as_completed(futures), total=len(futures), unit="run"):
+        append_run(results, future.result())
+
+
+def _run_cell(cell: Cell, recipe: Recipe) -> Run:
+    entry = ENTRIES[cell.entry]
+    recipe = dataclasses.replace(recipe, b1=entry.b1)
+    result = train(recipe, _corpus(recipe), entry.make_optimizer, learning_rate=cell.rate, seed=cell.seed)
+    return Run(
+        **cell._asdict(),
+        validation_loss=result.validation_loss,
+        early_loss=result.early_loss,
+        bytes_per_parameter=result.state_bytes / result.parameters,
+        step_seconds=result.step_seconds,
+        settings=_settings(recipe),
+    )
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,1 @@
+"""A small language model to compare optimizers on: its text, its network, its training loop."""

@@ -1,0 +1,106 @@
+"""Trains a small GPT with several optimizers and compares them: memory, speed and loss.
+
+    python examples/train_lm.py
+
+The text is Python's standard library, so nothing is downloaded. Every optimizer starts from the same weights and sees
+the same batches. A table is printed at the end; the curves, the numbers and the checkpoints go to a folder.
+"""
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import typer
+from lm.checkpoints import RunCheckpoints
+from lm.data import BYTE, TOKENS, load_corpus
+from lm.model import ModelConfig
+from lm.optimizers import OPTIMIZERS, optimizer_named
+from lm.report import plot, table, write_json
+from lm.settings import settings_of
+from lm.training import SMOOTHING, History, Recipe, train
+from rich.console import Console
+from tqdm import tqdm
+
+COMPARED = ["adamw", "spectra_adamw"]
+app = typer.Typer(pretty_exceptions_enable=False, add_completion=False)
+
+
+def option(help: str, panel: str, **limits):
+    """A command line option; `panel` groups it in `--help`."""
+    return typer.Option(help=help, rich_help_panel=panel, **limits)
+
+
+@app.command()
+def main(
+    optimizer: Annotated[list[str], option(f"Repeatable; of {', '.join(OPTIMIZERS)}.", "Optimizer")] = COMPARED,
+    learning_rate: Annotated[float, option("Peak, after the warm-up.", "Optimizer", min=0)] = 2e-3,
+    b1: Annotated[float, option("Decay of the momentum.", "Optimizer")] = Recipe.b1,
+    b2: Annotated[float, option("Decay of the second moment.", "Optimizer")] = Recipe.b2,
+    weight_decay: Annotated[float, option("Of matrices.", "Optimizer")] = Recipe.weight_decay,
+    clip: Annotated[float, option("Global norm that gradients are clipped to.", "Optimizer")] = Recipe.clip,
+    steps: Annotated[int, option("Training steps.", "Run")] = Recipe.steps,
+    batch: Annotated[int, option("Sequences per step.", "Run")] = Recipe.batch,
+    seed: Annotated[int, option("Of the weights and the order of the text.", "Run", min=0)] = 0,
+    out: Annotated[Path, option("Folder for results and checkpoints.", "Run")] = Path("runs/train_lm"),
+    resume: Annotated[bool, option("Go on from the checkpoints in --out, else replace them.", "Run")] = False,
+    checkpoint_every: Annotated[int, option("Steps between checkpoints.", "Run")] = 100,
+    text: Annotated[Path | None, option("A file or a folder; by default Python's standard library.", "Text")] = None,
+    tokens: Annotated[str, option(f"One of {', '.join(TOKENS)}.", "Text")] = BYTE,
+    layers: Annotated[int, option("Blocks.", "Model")] = ModelConfig.layers,
+    width: Annotated[int, option("Length of the residual stream's vectors.", "Model")] = ModelConfig.width,
+    heads: Annotated[int, option("Attention heads; must divide the width.", "Model")] = ModelConfig.heads,
+    context: Annotated[int, option("Longest sequence, in tokens.", "Model")] = ModelConfig.context,
+) -> None:
+    """Trains a small GPT with several optimizers and compares them: memory, speed and loss."""
+    try:
+        factories = {name: optimizer_named(name) for name in optimizer}
+        corpus = load_corpus(text, tokens, context)
+        model = ModelConfig(corpus.vocabulary, layers, width, heads, context)
+        recipe = Recipe(model, steps, batch, b1, b2, weight_decay, clip)
+        settings = settings_of(recipe, corpus, learning_rate=learning_rate, seed=seed)
+        folders = {name: RunCheckpoints(out / name, settings, every=checkpoint_every, last=steps) for name in factories}
+        prepare(folders, resume)
+    except (ValueError, FileNotFoundError) as error:
+        raise typer.BadParameter(str(error)) from None
+    results = {}
+    for name, make_optimizer in factories.items():
+        run = functools.partial(train, recipe, corpus, make_optimizer, learning_rate=learning_rate, seed=seed)
+        with progress(name, recipe, done=folders[name].step or 0) as on_step:
+            results[name] = run(checkpoints=folders[name], on_step=on_step)
+    plot(results, out / "curves.png")
+    write_json(results, settings, out / "results.json")
+    console = Console()
+    console.print(table(results))
+    console.print(f"curves: {out}/curves.png, numbers: {out}/results.json", soft_wrap=True)
+
+
+def prepare(folders: dict[str, RunCheckpoints], resume: bool) -> None:
+    """Checks that every run can be resumed, or empties the folders of runs that start afresh."""
+    if resume and all(checkpoints.step is None for checkpoints in folders.values()):
+        raise ValueError(f"resume: there are no checkpoints in {', '.join(str(c.folder) for c in folders.values())}")
+    for checkpoints in folders.values():
+        if resume:
+            checkpoints.require_same_settings()
+        else:
+            checkpoints.clear()
+
+
+@contextlib.contextmanager
+def progress(name: str, recipe: Recipe, done: int) -> Iterator[Callable[[History], None]]:
+    """A bar with the smoothed loss and the tokens per second, as a callback for `train`; `done` steps lie behind it."""
+    with tqdm(initial=done, total=recipe.steps, desc=name, unit="step") as bar:
+
+        def show(history: History) -> None:
+            loss, seconds = np.mean(history.losses[-SMOOTHING:]), np.median(history.seconds[-SMOOTHING:])
+            speed = recipe.batch * recipe.model.context / seconds
+            bar.set_postfix_str(f"loss {loss:.3f}, {speed:,.0f} tokens/s", refresh=False)
+            bar.update(len(history.losses) - bar.n)
+
+        yield show
+
+
+if __name__ == "__main__":
+    app()
