@@ -18,14 +18,14 @@ from pathlib import Path
 from typing import Annotated, NamedTuple
 
 import typer
+from tqdm import tqdm
+
 from lm.comparison import Run, append_run, best_rate, markdown, read_runs
 from lm.data import BYTE, load_corpus
 from lm.model import ModelConfig
 from lm.optimizers import OPTIMIZERS
 from lm.settings import require_same, settings_of
 from lm.training import Recipe, train
-from tqdm import tqdm
-
 from spectra_optax import Spectrum, spectra_adamw
 
 

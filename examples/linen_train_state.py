@@ -15,9 +15,9 @@ import numpy as np
 import optax
 import typer
 from flax.training.train_state import TrainState
-from lm.data import BYTE, Corpus, load_corpus
 from tqdm import trange
 
+from lm.data import BYTE, Corpus, load_corpus
 from spectra_optax import spectra_adamw, state_bytes
 
 CONTEXT = 16

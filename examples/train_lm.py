@@ -14,6 +14,9 @@ from typing import Annotated
 
 import numpy as np
 import typer
+from rich.console import Console
+from tqdm import tqdm
+
 from lm.checkpoints import RunCheckpoints
 from lm.data import BYTE, TOKENS, load_corpus
 from lm.model import ModelConfig
@@ -21,8 +24,6 @@ from lm.optimizers import OPTIMIZERS, optimizer_named
 from lm.report import plot, table, write_json
 from lm.settings import settings_of
 from lm.training import SMOOTHING, History, Recipe, train
-from rich.console import Console
-from tqdm import tqdm
 
 COMPARED = ["adamw", "spectra_adamw"]
 app = typer.Typer(pretty_exceptions_enable=False, add_completion=False)

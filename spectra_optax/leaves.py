@@ -10,7 +10,7 @@ import contextlib
 import contextvars
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from typing import Literal
 
 import jax
@@ -166,7 +166,7 @@ class LeafRules:
 
 
 @contextlib.contextmanager
-def observed() -> Iterator[dict[str, Leaf]]:
+def observed() -> Generator[dict[str, Leaf]]:
     """Collects, by path, every leaf that is decided while the context is open."""
     seen: dict[str, Leaf] = {}
     token = _seen.set(seen)

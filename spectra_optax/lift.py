@@ -250,7 +250,7 @@ def aligned_mask(mask: Any) -> Any:
             jax.tree.map(lambda m, p: None, mask, params)
         except (ValueError, TypeError) as error:
             raise ValueError(
-                f"mask must be a tree of booleans like the parameters, a prefix of it, or a function of the parameters; "
+                "mask must be a tree of booleans like the parameters, a prefix of it, or a function of the parameters; "
                 f"got {jax.tree.structure(mask)} for {structure}."
             ) from error
         return mask

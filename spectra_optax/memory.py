@@ -147,7 +147,7 @@ def _by_leaf(tx: optax.GradientTransformation, params: Any) -> tuple[dict[str, l
     state = jax.eval_shape(tx.init, params)
     paths = jax.tree.unflatten(jax.tree.structure(params), [path for path, _ in named(params)])
     owners = optax.tree.map_params(
-        tx,
+        tx.init,
         lambda array, path: array if _is_masked(array) else path,
         state,
         paths,

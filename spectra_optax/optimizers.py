@@ -10,6 +10,7 @@ The order matters: momentum that is lossy must come after the division by `sqrt(
 """
 
 import dataclasses
+from collections.abc import Hashable
 from typing import Any
 
 import jax.numpy as jnp
@@ -24,9 +25,8 @@ from spectra_optax.transforms.block_clip import clip_by_block_rms
 from spectra_optax.transforms.factored_rms import scale_by_factored_rms
 from spectra_optax.transforms.spectral_momentum import scale_by_spectral_momentum
 
-
-# Frequencies without momentum pass at a quarter of its gain, so the best learning rate would be twice AdamW's. With this
-# scale it is AdamW's own.
+# Frequencies without momentum pass at a quarter of its gain, so the best learning rate would be twice AdamW's; with
+# this scale it is AdamW's own.
 _SPECTRAL_SCALE = 2.0
 
 
@@ -57,7 +57,60 @@ def spectra_adamw(
     momentum: Spectrum | FullMomentum = Spectrum(),
     leaves: LeafRules = LeafRules(),
 ) -> optax.GradientTransformationExtraArgs:
-    """doc"""
+    r"""SpectraAdamW: AdamW's training at a fifteenth of its state.
+
+    On every matrix `[r, c]`, `t` the step and `eta` the learning rate,
+
+    .. math::
+
+        u_t &= \mathrm{clip}(g_t / \sqrt{\hat\nu_t}), \quad \hat\nu_t \text{ from row and column means}
+
+        m_t &= 2 \, \mathrm{SpectralMomentum}_{b_1}(u_t)
+
+        p_{t+1} &= p_t - \eta (m_t + \lambda p_t)
+
+    Leaves that are no matrices, or small, are `optax.adamw` in float32. The factor 2 makes AdamW's own learning rates
+    fit; with `FullMomentum` it is left out.
+
+    Args:
+      learning_rate: a number or a schedule; start from AdamW's.
+      b1: decay of the momentum, in [0, 1).
+      b2: decay of the second moment, in [0, 1).
+      eps: added to denominators: absolute on dense leaves, as in Adam, and relative to the matrix's own root mean
+        square on matrices, whose updates therefore do not depend on the gradients' scale.
+      weight_decay: decoupled, multiplied by the learning rate; a number or a schedule.
+      mask: which leaves decay: a tree of booleans like the parameters, a prefix of it, or a function of the parameters.
+        With `optax.inject_hyperparams`, name it in `static_args`.
+      momentum: `Spectrum(...)` for a spectral momentum, `FullMomentum()` for one that is held whole.
+      leaves: which leaves are compressed, and along which axes.
+
+    Returns:
+      An Optax transformation. Its state takes `4 (r + c)` bytes for a matrix, plus half a byte per parameter
+      (`Spectrum()`) or 4 (`FullMomentum()`); its updates have the gradients' dtype.
+
+    Raises:
+      ValueError: if `b1` or `b2` is outside [0, 1) or `eps` is not above 0; at `init` if `mask` does not fit the
+        parameters; at `update` if gradients, parameters and state do not belong together, or `params` are missing.
+      TypeError: if `momentum` or `leaves` is of another type, or a parameter is not floating or complex.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optax
+      >>> from spectra_optax import spectra_adamw
+      >>> params = {"kernel": jnp.ones((256, 64)), "bias": jnp.zeros((64,))}
+      >>> tx = spectra_adamw(1e-2)
+      >>> state = tx.init(params)
+      >>> loss = lambda p: jnp.mean(jnp.square(jnp.ones((8, 256)) @ p["kernel"] + p["bias"]))
+      >>> for _ in range(3):
+      ...     updates, state = tx.update(jax.grad(loss)(params), state, params)
+      ...     params = optax.apply_updates(params, updates)
+      >>> bool(loss(params) < 256**2)
+      True
+
+    References:
+      Loshchilov and Hutter, Decoupled weight decay regularization, 2019: https://arxiv.org/abs/1711.05101
+
+      Shazeer and Stern, Adafactor, 2018: https://arxiv.org/abs/1804.04235
+    """
     arguments.instance("momentum", momentum, Spectrum, FullMomentum)
     arguments.instance("leaves", leaves, LeafRules)
     b1, b2 = arguments.decay_rate("b1", b1), arguments.decay_rate("b2", b2)
@@ -68,7 +121,7 @@ def spectra_adamw(
     else:
         average = optax.ema(b1, accumulator_dtype=momentum.dtype)
     compact = optax.chain(scale_by_factored_rms(b2, eps, leaves=leaves), clip_by_block_rms(1.0, leaves=leaves), average)
-    rules = {
+    rules: dict[Hashable, optax.GradientTransformation] = {
         "matrix": compact,
         "embedding": compact,
         "dense": optax.scale_by_adam(b1, b2, eps),

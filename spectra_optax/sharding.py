@@ -48,7 +48,11 @@ def slot(
 def start(s: Slot, param: Any) -> jax.Array:
     """The slot's first value, sharded like its parameter."""
     zeros = jnp.zeros_like(jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=_carried(s, param)))
-    return zeros if isinstance(s.value, float) and s.value == 0 else zeros + jnp.broadcast_to(jnp.asarray(s.value, s.dtype), s.shape)
+    return (
+        zeros
+        if isinstance(s.value, float) and s.value == 0
+        else zeros + jnp.broadcast_to(jnp.asarray(s.value, s.dtype), s.shape)
+    )
 
 
 def of(x: Any) -> Any:

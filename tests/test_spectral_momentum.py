@@ -133,8 +133,17 @@ def test_one_bad_update_reaches_its_blocks_only(key):
     assert bad.sum() == 16
 
 
-@pytest.mark.parametrize("other", [Spectrum(keep=0.5), Spectrum(block=8), Spectrum(dtype="float32"),
-                                   Spectrum(mask="random"), Spectrum(mask="energy"), Spectrum(mask="topk")])
+@pytest.mark.parametrize(
+    "other",
+    [
+        Spectrum(keep=0.5),
+        Spectrum(block=8),
+        Spectrum(dtype="float32"),
+        Spectrum(mask="random"),
+        Spectrum(mask="energy"),
+        Spectrum(mask="topk"),
+    ],
+)
 def test_a_state_of_other_settings_is_refused_even_under_jit(other):
     params = {"kernel": jnp.ones((64, 32))}
     state = scale_by_spectral_momentum().init(params)
@@ -145,7 +154,7 @@ def test_a_state_of_other_settings_is_refused_even_under_jit(other):
 def test_a_state_of_another_seed_is_refused():
     params = {"kernel": jnp.ones((64, 32))}
     state = scale_by_spectral_momentum(spectrum=Spectrum(mask="random", seed=1)).init(params)
-    with pytest.raises(ValueError, match="seed=2.*seed=1"):
+    with pytest.raises(ValueError, match=r"seed=2.*seed=1"):
         scale_by_spectral_momentum(spectrum=Spectrum(mask="random", seed=2)).update(params, state)
 
 

@@ -77,7 +77,7 @@ def test_spectra_are_hermitian(key, block):
 
 
 @hypothesis.given(st.integers(1, 400), st.integers(2, 64), st.sampled_from([-2, -1]))
-@hypothesis.settings(deadline=None)
+@hypothesis.settings(deadline=None, max_examples=40)
 def test_split_and_join_are_inverse(length, block, axis):
     layout = Spectrum(block=block).layout(length)
     assert layout.count * layout.block - length < layout.block
@@ -162,7 +162,9 @@ def test_bad_settings_name_the_argument(settings):
         Spectrum(**settings)
 
 
-@pytest.mark.parametrize("settings", [{"block": 2.5}, {"mask": "energy", "refresh": 1.5}, {"mask": "random", "seed": "a"}])
+@pytest.mark.parametrize(
+    "settings", [{"block": 2.5}, {"mask": "energy", "refresh": 1.5}, {"mask": "random", "seed": "a"}]
+)
 def test_settings_of_the_wrong_type(settings):
     with pytest.raises(TypeError, match=list(settings)[-1]):
         Spectrum(**settings)

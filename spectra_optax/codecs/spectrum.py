@@ -25,7 +25,10 @@ from spectra_optax import arguments, sharding
 
 MASKS = ("lowpass", "energy", "topk", "random")
 _DYNAMIC = ("energy", "topk")
+_REFRESH = 10
 _LARGEST_MATMUL = 512  # above it the FFT's n log n wins over the matrix product
+
+Index = jax.Array | np.ndarray  # int32 [..., m, k]; NumPy's where the program knows it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +74,7 @@ class Spectrum:
         arguments.choice("lowering", self.lowering, ("auto", "fft", "matmul"))
         arguments.choice("dtype", jnp.dtype(self.dtype).name, ("bfloat16", "float16", "float32"))
         object.__setattr__(self, "dtype", jnp.dtype(self.dtype).name)
-        self._only_for("refresh", _DYNAMIC, default=10, smallest=1)
+        self._only_for("refresh", _DYNAMIC, default=_REFRESH, smallest=1)
         self._only_for("seed", ("random",), default=0, smallest=0)
 
     def _only_for(self, name: str, masks: tuple[str, ...], *, default: int, smallest: int) -> None:
@@ -85,6 +88,11 @@ class Spectrum:
         if value < smallest:
             raise ValueError(f"{name} must be at least {smallest}, got {value!r}.")
         object.__setattr__(self, name, value)
+
+    @property
+    def period(self) -> int:
+        """Steps between two choices of a mask that follows the gradients."""
+        return self.refresh or _REFRESH
 
     @property
     def is_dynamic(self) -> bool:
@@ -157,7 +165,7 @@ def frequency(index: np.ndarray) -> np.ndarray:
     return (index + 1) // 2
 
 
-def analyse(blocks: jax.Array, index: jax.Array, spectrum: Spectrum) -> jax.Array:
+def analyse(blocks: jax.Array, index: Index, spectrum: Spectrum) -> jax.Array:
     """The kept coefficients `[..., n, k, c]` of blocks `[..., n, b, c]`; `index` is int32 `[..., m, k]`."""
     block = blocks.shape[-2]
     if not _uses_fft(spectrum, block):
@@ -165,7 +173,7 @@ def analyse(blocks: jax.Array, index: jax.Array, spectrum: Spectrum) -> jax.Arra
     return jnp.take_along_axis(_transform(blocks), index[..., None], axis=-2)
 
 
-def synthesise(coefficients: jax.Array, index: jax.Array, block: int, spectrum: Spectrum) -> jax.Array:
+def synthesise(coefficients: jax.Array, index: Index, block: int, spectrum: Spectrum) -> jax.Array:
     """Blocks `[..., n, b, c]` with the coefficients `[..., n, k, c]` and no others: the adjoint of `analyse`."""
     if not _uses_fft(spectrum, block):
         return _product(jnp.swapaxes(_kept_basis(index, block), -1, -2), coefficients)
@@ -177,8 +185,7 @@ def energies(blocks: jax.Array, layout: Layout, spectrum: Spectrum) -> jax.Array
     """Mean energy of each frequency, float32: `[..., 1, f]` over all blocks, or `[..., n, f]` if each chooses."""
     every = jnp.arange(layout.block, dtype=jnp.int32)[None]
     energy = jnp.square(jnp.abs(analyse(blocks, every, spectrum)))
-    over = -1 if spectrum.mask == "topk" else (-3, -1)
-    energy = jnp.expand_dims(jnp.mean(energy, axis=over), -2) if spectrum.mask != "topk" else jnp.mean(energy, over)
+    energy = jnp.mean(energy if spectrum.mask == "topk" else jnp.mean(energy, axis=-3, keepdims=True), axis=-1)
     members = np.expand_dims(
         frequency(np.arange(layout.block)) == np.arange(layout.frequencies)[:, None], tuple(range(energy.ndim - 1))
     )
@@ -192,7 +199,7 @@ def strongest(energy: jax.Array, layout: Layout) -> jax.Array:
     return jnp.sort(jax.lax.top_k(of_coefficients, layout.kept)[1], axis=-1).astype(jnp.int32)
 
 
-def carry_over(coefficients: jax.Array, old: jax.Array, new: jax.Array) -> jax.Array:
+def carry_over(coefficients: jax.Array, old: Index, new: Index) -> jax.Array:
     """Coefficients `[..., n, k, c]` of the mask `old` moved to the mask `new`: survivors bit for bit, newcomers 0."""
     same = new[..., :, None] == old[..., None, :]  # [..., m, k new, k old]
     moved = jnp.take_along_axis(coefficients, jnp.argmax(same, axis=-1)[..., None], axis=-2)
@@ -209,10 +216,10 @@ def _uses_fft(spectrum: Spectrum, block: int) -> bool:
     return spectrum.lowering == "fft" or (spectrum.lowering == "auto" and block > _LARGEST_MATMUL)
 
 
-def _kept_basis(index: jax.Array | np.ndarray, block: int) -> jax.Array | np.ndarray:
+def _kept_basis(index: Index, block: int) -> jax.Array:
     """The kept rows of the basis, `[..., m, k, b]`; a one-hot product, because a gather would not shard."""
     if isinstance(index, np.ndarray):
-        return basis(block)[index]
+        return jnp.asarray(basis(block)[index])
     chosen = jax.nn.one_hot(index, block, dtype=jnp.float32)
     return jnp.matmul(chosen, basis(block), precision="highest")
 

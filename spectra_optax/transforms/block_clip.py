@@ -18,7 +18,6 @@ from spectra_optax.arguments import Scalar
 from spectra_optax.leaves import Leaf, LeafRules
 from spectra_optax.lift import lift_stateless
 
-
 _DOWN = 2.0**-32  # squares are taken this far down: only sizes from 1 threshold up matter, and those reach far
 
 

@@ -81,9 +81,9 @@ def scale_by_factored_rms(
 ) -> optax.GradientTransformationExtraArgs:
     """Divides gradients by the root of a second moment that is held as row and column means.
 
-    Each matrix `[r, c]` of a leaf `[..., r, c]` has its own; leading axes are batches. Statistics are float32 and survive
-    gradients of any magnitude from 1e-20 to 1e20, and zeros: a gradient of 0 gives an update of 0. One gradient that
-    is not finite makes its whole matrix, and the statistics, not finite: guard with `optax.apply_if_finite`.
+    Each matrix `[r, c]` of a leaf `[..., r, c]` has its own; leading axes are batches. Statistics are float32 and
+    survive gradients of any magnitude from 1e-20 to 1e20, and zeros: a gradient of 0 gives an update of 0. One gradient
+    that is not finite makes its whole matrix, and the statistics, not finite: guard with `optax.apply_if_finite`.
 
     Args:
       b2: decay of the second moment, in [0, 1); bias-corrected.

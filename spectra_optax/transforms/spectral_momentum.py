@@ -8,7 +8,8 @@
 the first step and `sqrt((1 - b1) / (1 + b1))` in the long run, so kept and unkept frequencies move the weights by the
 same amount where gradients are noise. With every coefficient kept this is `optax.ema`.
 
-Feed it normalised updates: a lossy momentum that is divided by `sqrt(nu)` afterwards leaks large columns into small ones.
+Feed it normalised updates: a lossy momentum that is divided by `sqrt(nu)` afterwards leaks large columns into small
+ones.
 
 State: `keep` coefficients per parameter (0.5 bytes at a quarter in bfloat16), and a few integers per matrix.
 """
@@ -79,7 +80,7 @@ def _spectral(leaf: Leaf, count: jax.Array, u: jax.Array, decay: jax.Array, spec
     blocks = layout.split(leaf.to_matrix(u), cut)
     held["mu"] = layout.coefficients.split(held["mu"], cut)
     if spectrum.is_dynamic:
-        due = (count - 1) % spectrum.refresh == 0
+        due = (count - 1) % spectrum.period == 0
         choose = functools.partial(_choose, layout, spectrum, decay, blocks)
         mu, index, energy = jax.lax.cond(due, choose, lambda *same: same, held["mu"], held["index"], held["energy"])
         held = {"mu": mu, "index": index, "energy": energy}
