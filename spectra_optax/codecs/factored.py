@@ -23,7 +23,7 @@ def row_col_rms(x: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def rms(x: jax.Array, axis: int | tuple[int, ...], *, keepdims: bool = False, scale: float = 2.0**40) -> jax.Array:
-    """Root mean square over axes, in float32, exact to rounding for magnitudes from 1e-30 to 1e30.
+    """Root mean square over axes, in float32, exact to rounding for magnitudes from 1e-28 to 1e28.
 
     Squares are taken of `x` scaled up and scaled down, in one pass, by powers of two; the sum that stayed in the range
     of float32 counts.

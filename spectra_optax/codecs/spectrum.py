@@ -156,7 +156,7 @@ class Layout:
 def basis(block: int) -> np.ndarray:
     """The orthonormal real Fourier basis, float32 `[b, b]`, one coefficient a row, in order of frequency."""
     spectrum = np.fft.rfft(np.eye(block), axis=0, norm="ortho")
-    parts = np.concatenate([spectrum.real, spectrum.imag]) * _weights(block)[:, None]
+    parts = np.concatenate([spectrum.real, spectrum.imag]) * _weights(block, like=spectrum.real)
     return parts[_parts(block)].astype(np.float32)
 
 
@@ -170,7 +170,7 @@ def analyse(blocks: jax.Array, index: Index, spectrum: Spectrum) -> jax.Array:
     block = blocks.shape[-2]
     if not _uses_fft(spectrum, block):
         return _product(_kept_basis(index, block), blocks)
-    return jnp.take_along_axis(_transform(blocks), index[..., None], axis=-2)
+    return jnp.take_along_axis(_transform(blocks), _batched(index, blocks.ndim - 1)[..., None], axis=-2)
 
 
 def synthesise(coefficients: jax.Array, index: Index, block: int, spectrum: Spectrum) -> jax.Array:
@@ -201,6 +201,7 @@ def strongest(energy: jax.Array, layout: Layout) -> jax.Array:
 
 def carry_over(coefficients: jax.Array, old: Index, new: Index) -> jax.Array:
     """Coefficients `[..., n, k, c]` of the mask `old` moved to the mask `new`: survivors bit for bit, newcomers 0."""
+    old, new = (_batched(index, coefficients.ndim - 1) for index in (old, new))
     same = new[..., :, None] == old[..., None, :]  # [..., m, k new, k old]
     moved = jnp.take_along_axis(coefficients, jnp.argmax(same, axis=-1)[..., None], axis=-2)
     return jnp.where(jnp.any(same, axis=-1)[..., None], moved, jnp.zeros_like(moved))
@@ -214,6 +215,11 @@ def _block_length(length: int, block: int) -> int:
 
 def _uses_fft(spectrum: Spectrum, block: int) -> bool:
     return spectrum.lowering == "fft" or (spectrum.lowering == "auto" and block > _LARGEST_MATMUL)
+
+
+def _batched(index: Index, ndim: int) -> jax.Array:
+    """An index with leading axes of length 1 for the batch axes that it lacks."""
+    return jnp.expand_dims(jnp.asarray(index), tuple(range(ndim - index.ndim)))
 
 
 def _kept_basis(index: Index, block: int) -> jax.Array:
@@ -237,7 +243,7 @@ def _transform(blocks: jax.Array) -> jax.Array:
         return jax.lax.complex(_transform(blocks.real), _transform(blocks.imag))
     block = blocks.shape[-2]
     spectrum = jnp.fft.rfft(blocks, axis=-2, norm="ortho")
-    parts = jnp.concatenate([spectrum.real, spectrum.imag], axis=-2) * _weights(block).astype(blocks.dtype)[:, None]
+    parts = jnp.concatenate([spectrum.real, spectrum.imag], axis=-2) * _weights(block, like=blocks)
     return jnp.take(parts, _parts(block), axis=-2)
 
 
@@ -249,7 +255,7 @@ def _inverse_transform(coefficients: jax.Array) -> jax.Array:
     places = np.full(2 * (block // 2 + 1), block)  # of each part; the imaginary parts of mean and Nyquist are 0
     places[_parts(block)] = np.arange(block)
     padded = jnp.concatenate([coefficients, jnp.zeros_like(coefficients[..., :1, :])], axis=-2)
-    parts = jnp.take(padded, places, axis=-2) / _weights(block).astype(coefficients.dtype)[:, None]
+    parts = jnp.take(padded, places, axis=-2) / _weights(block, like=coefficients)
     real, imaginary = jnp.split(parts, 2, axis=-2)
     return jnp.fft.irfft(jax.lax.complex(real, imaginary), n=block, axis=-2, norm="ortho")
 
@@ -260,8 +266,9 @@ def _parts(block: int) -> np.ndarray:
     return np.where((j % 2 == 1) | (j == 0), frequency(j), block // 2 + 1 + frequency(j))
 
 
-def _weights(block: int) -> np.ndarray:
+def _weights(block: int, *, like: jax.Array | np.ndarray) -> np.ndarray:
     """Turns real and imaginary parts into coefficients of unit vectors: a pair of frequencies shares its energy."""
     frequencies = np.arange(block // 2 + 1)
     pair = np.where((frequencies == 0) | (2 * frequencies == block), 1.0, np.sqrt(2.0))
-    return np.concatenate([pair, pair])
+    column = np.concatenate([pair, pair]).astype(like.dtype)[:, None]
+    return np.expand_dims(column, tuple(range(like.ndim - 2)))

@@ -70,7 +70,8 @@ def _slots(leaf: Leaf, *, spectrum: Spectrum) -> dict[str, Slot]:
 
 def _choose(layout: Layout, spectrum: Spectrum, decay: jax.Array, blocks, mu, index, energy):
     """Averages the energy of each frequency and moves the momentum to the frequencies that now have the most."""
-    energy = decay * energy + (1.0 - decay) * codec.energies(blocks, layout, spectrum)
+    remains = decay**spectrum.period  # of an average over steps that is only looked at once a period
+    energy = remains * energy + (1.0 - remains) * codec.energies(blocks, layout, spectrum)
     new = codec.strongest(energy, layout)
     return codec.carry_over(mu, index, new), new, energy
 
