@@ -37,7 +37,7 @@ def option(help: str, panel: str, **limits):
 @app.command()
 def main(
     optimizer: Annotated[list[str], option(f"Repeatable; of {', '.join(OPTIMIZERS)}.", "Optimizer")] = COMPARED,
-    learning_rate: Annotated[float, option("Peak, after the warm-up.", "Optimizer", min=0)] = 2e-3,
+    learning_rate: Annotated[float, option("Peak, after the warm-up.", "Optimizer", min=0)] = 1e-3,
     b1: Annotated[float, option("Decay of the momentum.", "Optimizer")] = Recipe.b1,
     b2: Annotated[float, option("Decay of the second moment.", "Optimizer")] = Recipe.b2,
     weight_decay: Annotated[float, option("Of matrices.", "Optimizer")] = Recipe.weight_decay,
