@@ -132,13 +132,7 @@ class LeafRules:
           TypeError: if the dtype is not floating or complex.
           ValueError: if `axes` names axes that the leaf does not have.
         """
-        dtype = jnp.dtype(dtype)
-        if not jnp.issubdtype(dtype, jnp.inexact):
-            raise TypeError(
-                f"Parameter {path!r} has dtype {dtype}; optimizers accept floating and complex parameters. "
-                "Leave others out with optax.masked or optax.partition."
-            )
-        leaf = Leaf(path, tuple(shape), dtype, *self._decide(path, tuple(shape)))
+        leaf = Leaf(path, tuple(shape), inexact(path, dtype), *self._decide(path, tuple(shape)))
         seen = _seen.get()
         if seen is not None:
             seen[path] = leaf
@@ -163,6 +157,21 @@ class LeafRules:
         kind: Kind = "embedding" if embeds else "matrix"
         count = math.prod(shape) // (r * c)
         return kind, f"{kind} {r} x {c}" + (f" in a batch of {count}" if count > 1 else ""), rows, cols
+
+
+def inexact(path: str, dtype: jax.typing.DTypeLike) -> np.dtype:
+    """The dtype of a parameter.
+
+    Raises:
+      TypeError: if it is neither floating nor complex.
+    """
+    dtype = jnp.dtype(dtype)
+    if not jnp.issubdtype(dtype, jnp.inexact):
+        raise TypeError(
+            f"Parameter {path!r} has dtype {dtype}; optimizers accept floating and complex parameters. "
+            "Leave others out with optax.masked or optax.partition."
+        )
+    return dtype
 
 
 @contextlib.contextmanager

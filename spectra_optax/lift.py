@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from spectra_optax import sharding
+from spectra_optax import arguments, sharding
 from spectra_optax.leaves import Leaf, LeafRules
 from spectra_optax.sharding import Slot
 
@@ -46,6 +46,7 @@ def lift(
       A transformation whose updates have the gradients' dtype. `init` raises `TypeError` for leaves that are not
       floating or complex; `update` raises `ValueError` where gradients and state do not belong together.
     """
+    arguments.instance("leaves", leaves, LeafRules)
     fields = state_type._fields[1:-1]
     label = f"spectra_optax {FORMAT} {settings}"
 
@@ -82,6 +83,7 @@ def lift_stateless(
     rule: Callable[[Leaf, jax.Array], jax.Array], leaves: LeafRules
 ) -> optax.GradientTransformationExtraArgs:
     """Turns `(leaf, gradient) -> update`, without a state, into an Optax transformation."""
+    arguments.instance("leaves", leaves, LeafRules)
 
     def init(params):
         _leaves(params, leaves)
@@ -106,29 +108,6 @@ def labels(leaves: LeafRules) -> Callable[[Any], Any]:
         return jax.tree.unflatten(jax.tree.structure(tree), [leaf.kind for leaf in _leaves(tree, leaves)])
 
     return label
-
-
-def in_float32(inner: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-    """Runs a transformation in float32 or wider, whatever the dtype of parameters and gradients.
-
-    Its state is that of float32 parameters; its updates come back in the gradients' dtype. Gradients that do not match
-    the parameters or the state, which broadcasting would let through, are refused with a `ValueError`.
-    """
-    inner = optax.with_extra_args_support(inner)
-
-    def init(params):
-        return inner.init(jax.tree.map(_widened, params))
-
-    def update(updates, state, params=None, **extra_args):
-        if params is not None:
-            _check_alike("updates", updates, "params", params)
-        wide_updates, wide_params = (jax.tree.map(lambda x: x.astype(wide(x.dtype)), t) for t in (updates, params))
-        new_updates, new_state = inner.update(wide_updates, state, wide_params, **extra_args)
-        _check_alike("updates", updates, "the state's parameters", new_updates)
-        _check_alike("the state", state, "the state after this update", new_state)
-        return jax.tree.map(lambda u, g: u.astype(g.dtype), new_updates, updates), new_state
-
-    return optax.GradientTransformationExtraArgs(init, update)
 
 
 def wide(dtype: Any) -> Any:
@@ -211,22 +190,6 @@ def _arrays(field: str, tree: Any, decided: list[tuple[Leaf, Slot | None]]) -> l
             )
     arrays = iter([array for _, array in held])
     return [None if s is None else next(arrays) for _, s in decided]
-
-
-def _widened(x: Any) -> Any:
-    """A leaf as `init` should see it: itself, or its float32 shape (no copy is made of 16-bit parameters)."""
-    if x.dtype == wide(x.dtype):
-        return x
-    return jax.ShapeDtypeStruct(x.shape, wide(x.dtype), sharding=sharding.of(x))
-
-
-def _check_alike(name: str, tree: Any, other_name: str, other: Any) -> None:
-    ours, theirs = ([(path, x.shape) for path, x in named(t)] for t in (tree, other))
-    for one, two in zip(ours, theirs, strict=False):
-        if one != two:
-            raise ValueError(f"{name} and {other_name} do not match: {one} against {two}.")
-    if len(ours) != len(theirs):
-        raise ValueError(f"{name} have {len(ours)} leaves, {other_name} {len(theirs)}.")
 
 
 def _encode(label: str) -> jax.Array:

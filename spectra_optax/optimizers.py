@@ -20,9 +20,10 @@ from spectra_optax import arguments
 from spectra_optax.arguments import Scalar
 from spectra_optax.codecs.spectrum import Spectrum
 from spectra_optax.leaves import LeafRules
-from spectra_optax.lift import aligned_mask, in_float32, labels
+from spectra_optax.lift import aligned_mask, labels
 from spectra_optax.transforms.block_clip import clip_by_block_rms
 from spectra_optax.transforms.factored_rms import scale_by_factored_rms
+from spectra_optax.transforms.in_float32 import in_float32
 from spectra_optax.transforms.spectral_momentum import scale_by_spectral_momentum
 
 # Frequencies without momentum pass at a quarter of its gain, so the best learning rate would be twice AdamW's; with
@@ -115,12 +116,16 @@ def spectra_adamw(
     arguments.instance("leaves", leaves, LeafRules)
     b1, b2 = arguments.decay_rate("b1", b1), arguments.decay_rate("b2", b2)
     if isinstance(momentum, Spectrum):
-        average = optax.chain(
-            scale_by_spectral_momentum(b1, spectrum=momentum, leaves=leaves), optax.scale(_SPECTRAL_SCALE)
-        )
+        average, scale = scale_by_spectral_momentum(b1, spectrum=momentum, leaves=leaves), _SPECTRAL_SCALE
     else:
-        average = optax.ema(b1, accumulator_dtype=momentum.dtype)
-    compact = optax.chain(scale_by_factored_rms(b2, eps, leaves=leaves), clip_by_block_rms(1.0, leaves=leaves), average)
+        kept = None if momentum.dtype == "float32" else momentum.dtype  # None keeps complex numbers complex
+        average, scale = optax.ema(b1, accumulator_dtype=kept), 1.0
+    compact = optax.chain(
+        scale_by_factored_rms(b2, eps, leaves=leaves),
+        clip_by_block_rms(1.0, leaves=leaves),
+        average,
+        optax.scale(scale),
+    )
     rules: dict[Hashable, optax.GradientTransformation] = {
         "matrix": compact,
         "embedding": compact,

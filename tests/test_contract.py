@@ -83,6 +83,9 @@ NO_STATE = dict.fromkeys(
     ),
     "keeps no state",
 )
+FFT_GATHERS = {
+    "test_sharded_matrices_have_sharded_state_and_stay_apart": "XLA of jax 0.10 gathers the operand of every FFT"
+}
 
 
 def adamw(**settings):
@@ -105,7 +108,7 @@ TABLE = {
     "scale_by_factored_rms": piece(scale_by_factored_rms),
     "clip_by_block_rms": piece(clip_by_block_rms, NO_SECOND_MOMENT, NO_STATE),
     "scale_by_spectral_momentum/lowpass": piece(
-        scale_by_spectral_momentum, NO_SECOND_MOMENT, spectrum=spectrum("lowpass", lowering="fft")
+        scale_by_spectral_momentum, NO_SECOND_MOMENT, FFT_GATHERS, spectrum=spectrum("lowpass", lowering="fft")
     ),
     "scale_by_spectral_momentum/energy": piece(
         scale_by_spectral_momentum, NO_SECOND_MOMENT, spectrum=spectrum("energy", dtype="float32", lowering="matmul")
@@ -486,8 +489,8 @@ def test_a_nan_gradient_under_apply_if_finite_is_forgotten(entry):
     first, second = gradients_of(params, 2)
     broken = jax.tree.map(lambda g: g.at[(0,) * g.ndim].set(jnp.nan), first)
     tainted, clean = (run(tx, params, steps) for steps in ([first, broken, second], [first, second]))
-    assert_same(tainted[0], clean[0])
-    assert_same(tainted[1].inner_state, clean[1].inner_state)
+    assert_same((tainted[0], tainted[1].inner_state), (clean[0], clean[1].inner_state))
+    assert_close((clean[0], clean[1].inner_state), run(entry.make(), params, [first, second])[:2])
 
 
 @promise
@@ -592,8 +595,6 @@ WRAPPERS = {
     "named_chain": lambda tx: optax.named_chain(("nothing", optax.identity()), ("tx", tx)),
     "masked": lambda tx: optax.masked(tx, lambda tree: jax.tree.map(lambda _: True, tree)),
     "partition": lambda tx: optax.partition({f"[{name!r}]": tx for name in SHAPES}, labelled),
-    "MultiSteps": lambda tx: jitted(optax.MultiSteps(tx, every_k_schedule=1)),
-    "apply_if_finite": lambda tx: jitted(optax.apply_if_finite(tx, max_consecutive_errors=3)),
 }
 
 
@@ -618,7 +619,7 @@ def test_masked_leaves_pass_through(entry):
 
 @promise
 def test_inject_hyperparams_changes_nothing(entry):
-    injected, params = optax.inject_hyperparams(entry.make)(), make_params()
+    injected, params = optax.inject_hyperparams(entry.make)(), make_params(shapes=KERNEL)
     gradients = gradients_of(params, 2)
     _, state, updates = run(jitted(injected), params, gradients)
     _, expected_state, expected = run(entry.make(), params, gradients)
@@ -820,11 +821,9 @@ def test_linen_train_state_trains_like_a_loop(entry):
     params = make_params()
     gradients = gradients_of(params, 2)
     state = TrainState.create(apply_fn=None, params=params, tx=entry.make())
-    step = jax.jit(lambda state, gradient: state.apply_gradients(grads=gradient))
     for gradient in gradients:
-        state = step(state, gradient)
-    expected = run(entry.make(), params, gradients)
-    assert_close((state.params, state.opt_state), expected[:2])
+        state = state.apply_gradients(grads=gradient)
+    assert_same((state.params, state.opt_state), run(entry.make(), params, gradients)[:2])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -911,7 +910,8 @@ def test_param_specs_map_onto_the_state(entry):
         is_leaf=is_masked,
     )
     state = jax.jit(tx.init, out_shardings=shardings)(params)
-    assert_finite(run(jitted(tx), params, [params], state))
+    assert_same(state, tx.init(params))
+    assert jax.tree.map(lambda x: x.sharding, state) == shardings
 
 
 GATHERED = re.compile(r"\[([\d,]*)\][^=]* all-gather")

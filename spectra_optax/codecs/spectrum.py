@@ -45,6 +45,7 @@ class Spectrum:
       dtype: of the coefficients: "bfloat16", "float16" or "float32" (complex parameters: complex64).
       seed: for "random", of the draw (0 if None).
       lowering: "fft" computes with `jnp.fft`, "matmul" with the same basis as a matrix; "auto" takes the faster.
+        XLA gathers a sharded FFT on jax before 0.12; the product stays where its operands are.
 
     Example:
       >>> from spectra_optax import Spectrum

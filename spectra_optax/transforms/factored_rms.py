@@ -57,7 +57,9 @@ def _matrix(leaf: Leaf, unbias: jax.Array, g: jax.Array, b2: jax.Array, eps: jax
 
 def _dense(unbias: jax.Array, g: jax.Array, b2: jax.Array, eps: jax.Array, rms: jax.Array):
     rms = factored.average(rms, jnp.abs(g).astype(jnp.float32), b2)
-    inverse = factored.reciprocal(rms + eps * factored.rms(rms, tuple(range(rms.ndim))))
+    # Over the last axis only: biases of stacked layers are vectors of their own.
+    size = factored.rms(rms, -1, keepdims=True) if rms.ndim else rms
+    inverse = factored.reciprocal(rms + eps * size)
     return g * (unbias * inverse), {"rms": rms}
 
 
@@ -87,7 +89,7 @@ def scale_by_factored_rms(
 
     Args:
       b2: decay of the second moment, in [0, 1); bias-corrected.
-      eps: added to the denominator, in units of the leaf's own root mean square.
+      eps: added to the denominator, in units of the matrix's (or the vector's) own root mean square.
       leaves: which leaves are matrices.
 
     Returns:

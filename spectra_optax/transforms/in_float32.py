@@ -1,0 +1,77 @@
+"""Runs any Optax transformation in float32, whatever the dtype of parameters and gradients.
+
+    update(g) = inner.update(float32(g)) in the dtype of g
+
+Adam's eps is 0 in float16, and a second moment in bfloat16 stops following; in float32 both are what they should be.
+Wider and complex dtypes pass unchanged. No state of its own.
+"""
+
+from typing import Any
+
+import jax
+import optax
+
+from spectra_optax import sharding
+from spectra_optax.leaves import inexact
+from spectra_optax.lift import named, wide
+
+
+def in_float32(inner: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
+    """Runs a transformation in float32 or wider, whatever the dtype of parameters and gradients.
+
+    Its state is that of float32 parameters; its updates come back in the gradients' dtype. Gradients that do not match
+    the parameters or the state, which broadcasting would let through, are refused with a `ValueError`.
+    """
+    inner = optax.with_extra_args_support(inner)
+
+    def init(params):
+        for path, x in named(params):
+            inexact(path, x.dtype)
+        return inner.init(jax.tree.map(_widened, params))
+
+    def update(updates, state, params=None, **extra_args):
+        if params is not None:
+            _check_alike("updates", updates, "params", params)
+        _check_kinds(jax.eval_shape(init, updates if params is None else params), state)
+        wide_updates, wide_params = (jax.tree.map(lambda x: x.astype(wide(x.dtype)), t) for t in (updates, params))
+        new_updates, new_state = inner.update(wide_updates, state, wide_params, **extra_args)
+        _check_alike("updates", updates, "the state's parameters", new_updates)
+        _check_alike("the state", state, "the state after this update", new_state)
+        return jax.tree.map(lambda u, g: u.astype(g.dtype), new_updates, updates), new_state
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _widened(x: Any) -> Any:
+    """A leaf as `init` should see it: itself, or its float32 shape (no copy is made of 16-bit parameters)."""
+    if x.dtype == wide(x.dtype):
+        return x
+    return jax.ShapeDtypeStruct(x.shape, wide(x.dtype), sharding=sharding.of(x))
+
+
+def _check_kinds(expected: Any, state: Any) -> None:
+    """Refuses a state whose parts or arrays are of other kinds than those that `init` builds."""
+    if isinstance(expected, tuple) and type(expected) is type(state) and len(expected) == len(state):
+        for one, two in zip(expected, state, strict=True):
+            _check_kinds(one, two)
+    elif isinstance(expected, dict) and isinstance(state, dict):
+        for key in expected.keys() & state.keys():
+            _check_kinds(expected[key], state[key])
+    elif isinstance(expected, tuple) or _kind(expected) != _kind(state):
+        raise ValueError(
+            "The state was built under other settings, or for other parameters than those of the gradients: "
+            f"expected {_kind(expected)}, got {_kind(state)}."
+        )
+
+
+def _kind(part: Any) -> str:
+    return f"{part.dtype}{list(part.shape)}" if hasattr(part, "dtype") else f"a {type(part).__name__}"
+
+
+def _check_alike(name: str, tree: Any, other_name: str, other: Any) -> None:
+    ours, theirs = ([(path, x.shape) for path, x in named(t)] for t in (tree, other))
+    for one, two in zip(ours, theirs, strict=False):
+        if one != two:
+            raise ValueError(f"{name} and {other_name} do not match: {one} against {two}.")
+    if len(ours) != len(theirs):
+        raise ValueError(f"{name} have {len(ours)} leaves, {other_name} {len(theirs)}.")
