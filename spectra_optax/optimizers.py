@@ -100,7 +100,7 @@ def spectra_adamw(
       >>> params = {"kernel": jnp.ones((256, 64)), "bias": jnp.zeros((64,))}
       >>> tx = spectra_adamw(1e-2)
       >>> state = tx.init(params)
-      >>> loss = lambda p: jnp.mean(jnp.square(jnp.ones((8, 256)) @ p["kernel"] + p["bias"]))
+      >>> loss = lambda p: jnp.mean(jnp.square(jnp.ones((256,)) @ p["kernel"] + p["bias"]))
       >>> for _ in range(3):
       ...     updates, state = tx.update(jax.grad(loss)(params), state, params)
       ...     params = optax.apply_updates(params, updates)
