@@ -281,13 +281,6 @@ def test_schedule_equals_its_constant(entry):
     assert_close(run(scheduled, params, gradients)[0], run(entry.make(), params, gradients)[0])
 
 
-@promise
-def test_jit_changes_nothing(entry):
-    params = make_params()
-    gradients = gradients_of(params, 2)
-    assert_close(run(jitted(entry.make()), params, gradients), run(entry.make(), params, gradients))
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # State
 # ---------------------------------------------------------------------------------------------------------------------
@@ -390,10 +383,10 @@ def test_scan_and_cond_carry_the_state(entry):
 
 
 @promise
-def test_donated_steps_compile_once(entry, caplog):
+def test_compiled_donating_steps_equal_plain_ones_and_compile_once(entry, caplog):
     tx, params = entry.make(), make_params()
     first, second, third = gradients_of(params, 3)
-    expected = run(entry.make(), params, (first, second, third))[:2]
+    expected = run(tx, params, (first, second, third))[:2]
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
     def step(params, state, gradient):
@@ -574,7 +567,7 @@ def test_any_tree_keeps_its_structure(entry, tree):
 
 @promise
 def test_leaves_of_odd_shapes(entry):
-    shapes = [(), (1,), (0, 3), (3, 0), (1, 1), (5, 1), (2, 2), (2, 1, 3, 4)]
+    shapes = [(), (1,), (0, 3), (1, 1), (5, 1), (2, 1, 3, 4)]
     params = {str(shape): jnp.ones(shape) for shape in shapes} | {"absent": None}
     new_params, state, updates = run(entry.make(), params, gradients_of(params, 2))
     assert types(new_params) == types(updates) == types(params)
@@ -631,29 +624,23 @@ def test_inject_hyperparams_changes_nothing(entry):
 @promise
 def test_inject_hyperparams_survives_bfloat16(entry):
     # The hyperparameters take the parameters' dtype, in which b2 = 0.999 is 1.
-    injected, params = optax.inject_hyperparams(entry.make)(), make_params("bfloat16")
+    injected, params = optax.inject_hyperparams(entry.make)(), make_params("bfloat16", KERNEL)
     first, second = gradients_of(params, 2)
-    params, state, updates = run(injected, params, [first])
-    assert_close(updates, run(entry.make(), make_params("bfloat16"), [first])[2], rtol=0.02)
+    _, state, updates = run(injected, params, [first])
+    assert_close(updates, run(entry.make(), params, [first])[2], rtol=0.02)
     assert_finite(run(injected, params, [second], state))
 
 
 @promise
-def test_multi_steps_takes_the_mean(entry):
-    params = make_params(shapes=KERNEL)
-    first, second = gradients_of(params, 2)
-    mean = jax.tree.map(lambda a, b: (a + b) / 2, first, second)
-    accumulated = run(jitted(optax.MultiSteps(entry.make(), 2)), params, [first, second])
-    assert_close(accumulated[2], run(entry.make(), params, [mean])[2], rtol=1e-5)
-
-
-@promise
-def test_multi_steps_skips_in_bfloat16(entry):
+def test_multi_steps_takes_the_mean_and_skips_in_bfloat16(entry):
     tx = jitted(optax.MultiSteps(entry.make(), 2, should_skip_update_fn=optax.skip_not_finite))
     params = make_params("bfloat16", KERNEL)
-    gradient = like(params, 1)
-    _, state, _ = run(tx, params, [gradient, gradient])
-    broken = jax.tree.map(lambda g: g * jnp.nan, gradient)
+    first, second = gradients_of(params, 2)
+    broken = jax.tree.map(lambda g: g * jnp.nan, first)
+    mean = jax.tree.map(lambda a, b: ((a.astype(jnp.float32) + b) / 2).astype(a.dtype), first, second)
+    _, state, updates = run(tx, params, [first, broken, second])
+    _, expected_state, expected = run(entry.make(), params, [mean])
+    assert_close((updates, state.inner_opt_state), (expected, expected_state), rtol=0.02)
     _, skipped, updates = run(tx, params, [broken], state)
     assert_same(skipped.inner_opt_state, state.inner_opt_state)
     assert_same(updates, jax.tree.map(jnp.zeros_like, params))
@@ -773,49 +760,6 @@ def test_mapped_updates_equal_single_ones(entry, mapped):
     assert_close(result, stack(*expected), rtol=1e-5)
 
 
-class Net(nnx.Module):
-    """Two layers, one with a bias."""
-
-    def __init__(self, kernel_init):
-        rngs = nnx.Rngs(0)
-        self.first = nnx.Linear(16, 32, kernel_init=kernel_init((None, "x")), rngs=rngs)
-        self.second = nnx.Linear(32, 8, use_bias=False, kernel_init=kernel_init(("x", None)), rngs=rngs)
-
-    def __call__(self, x):
-        return self.second(nnx.relu(self.first(x)))
-
-
-def lecun(axis_names):
-    del axis_names
-    return nnx.initializers.lecun_normal()
-
-
-def lecun_sharded(axis_names):
-    return nnx.with_partitioning(nnx.initializers.lecun_normal(), axis_names)
-
-
-def loss(model):
-    return jnp.mean(model(jnp.ones((4, 16))) ** 2)
-
-
-@nnx.jit
-def nnx_step(model, optimizer):
-    optimizer.update(model, nnx.grad(loss)(model))
-
-
-@promise
-def test_nnx_optimizer_trains_like_a_loop(entry):
-    model = Net(lecun)
-    graph, params = nnx.split(model, nnx.Param)
-    params, tx = nnx.as_pure(params), entry.make()
-    optimizer, state = nnx.Optimizer(model, tx, wrt=nnx.Param), tx.init(params)
-    gradient = jax.jit(jax.grad(lambda params: loss(nnx.merge(graph, params))))
-    for _ in range(2):
-        nnx_step(model, optimizer)
-        params, state, _ = run(tx, params, [gradient(params)], state)
-    assert_close(nnx.as_pure(nnx.state(model, nnx.Param)), params, rtol=1e-5)
-
-
 @promise
 def test_linen_train_state_trains_like_a_loop(entry):
     params = make_params()
@@ -840,16 +784,42 @@ def divides(mesh, spec, shape):
     return len(spec) <= len(shape) and all(n % mesh.shape[a] == 0 for n, a in zip(shape, names, strict=True) if a)
 
 
+class Net(nnx.Module):
+    """Two layers whose kernels carry the names of mesh axes."""
+
+    def __init__(self):
+        rngs, init = nnx.Rngs(0), nnx.initializers.lecun_normal()
+        self.first = nnx.Linear(16, 32, kernel_init=nnx.with_partitioning(init, (None, "x")), rngs=rngs)
+        self.second = nnx.Linear(32, 8, use_bias=False, kernel_init=nnx.with_partitioning(init, ("x", None)), rngs=rngs)
+
+    def __call__(self, x):
+        return self.second(nnx.relu(self.first(x)))
+
+
+def loss(model):
+    return jnp.mean(model(jnp.ones((4, 16))) ** 2)
+
+
+@nnx.jit
+def nnx_step(model, optimizer):
+    optimizer.update(model, nnx.grad(loss)(model))
+
+
 @promise
-def test_nnx_sharding_metadata_fits_the_state(entry):
+def test_sharded_nnx_optimizer_trains_like_a_loop(entry):
     with jax.set_mesh(mesh_of(AxisType.Auto)):
-        model = Net(lecun_sharded)
-        optimizer = nnx.Optimizer(model, entry.make(), wrt=nnx.Param)
-        nnx_step(model, optimizer)
-        state = nnx.state((model, optimizer))
-        placed = jax.jit(lambda state: jax.lax.with_sharding_constraint(state, nnx.get_partition_spec(state)))(state)
-    assert_same(nnx.as_pure(placed), nnx.as_pure(state))
-    assert_finite(nnx.as_pure(state))
+        model, tx = Net(), entry.make()
+        graph, params = nnx.split(model, nnx.Param)
+        params = nnx.as_pure(params)
+        optimizer, state = nnx.Optimizer(model, tx, wrt=nnx.Param), tx.init(params)
+        gradient = jax.grad(lambda params: loss(nnx.merge(graph, params)))
+        for _ in range(2):
+            nnx_step(model, optimizer)
+            params, state, _ = run(tx, params, [gradient(params)], state)
+        trained = nnx.state((model, optimizer))
+        placed = jax.jit(lambda s: jax.lax.with_sharding_constraint(s, nnx.get_partition_spec(s)))(trained)
+    assert_close(nnx.as_pure(nnx.state(model, nnx.Param)), params, rtol=1e-5)
+    assert_same(nnx.as_pure(placed), nnx.as_pure(trained))
 
 
 class LinenNet(nn.Module):
@@ -942,7 +912,7 @@ def test_sharded_matrices_have_sharded_state_and_stay_apart(entry, axis_type):
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-STACKED = {"kernel": (3, 40, 48), "embedding": (3, 10, 8), "bias": (3, 6)}
+STACKED = {"kernel": (3, 40, 48), "bias": (3, 6)}
 
 
 def layer(tree, i):
