@@ -2,6 +2,7 @@
 
 from importlib.metadata import version
 
+from spectra_optax.codecs.companding import Companded as Companded
 from spectra_optax.codecs.spectrum import Spectrum as Spectrum
 from spectra_optax.leaves import LeafRules as LeafRules
 from spectra_optax.memory import (

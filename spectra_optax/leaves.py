@@ -11,7 +11,7 @@ import contextvars
 import dataclasses
 import math
 from collections.abc import Callable, Generator
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -54,6 +54,11 @@ class Leaf:
     def is_matrix(self) -> bool:
         """Whether the leaf is seen as one matrix, or a batch of them."""
         return self.kind in ("matrix", "embedding")
+
+    @property
+    def is_complex(self) -> bool:
+        """Whether the parameter is complex."""
+        return jnp.issubdtype(self.dtype, jnp.complexfloating)
 
     @property
     def cut_axis(self) -> int:
@@ -172,6 +177,11 @@ def inexact(path: str, dtype: jax.typing.DTypeLike) -> np.dtype:
             "Leave others out with optax.masked or optax.partition."
         )
     return dtype
+
+
+def wide(dtype: Any) -> Any:
+    """The dtype to compute in: float32, or the dtype itself where it is wider or complex."""
+    return jnp.promote_types(dtype, jnp.float32)
 
 
 @contextlib.contextmanager

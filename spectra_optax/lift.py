@@ -19,7 +19,7 @@ import numpy as np
 import optax
 
 from spectra_optax import arguments, sharding
-from spectra_optax.leaves import Leaf, LeafRules
+from spectra_optax.leaves import Leaf, LeafRules, wide
 from spectra_optax.sharding import Slot
 
 FORMAT = 1  # of the states; raised when a layout changes
@@ -108,11 +108,6 @@ def labels(leaves: LeafRules) -> Callable[[Any], Any]:
         return jax.tree.unflatten(jax.tree.structure(tree), [leaf.kind for leaf in _leaves(tree, leaves)])
 
     return label
-
-
-def wide(dtype: Any) -> Any:
-    """The dtype to compute in: float32, or the dtype itself where it is wider or complex."""
-    return jnp.promote_types(dtype, jnp.float32)
 
 
 def named(tree: Any) -> list[tuple[str, Any]]:

@@ -7,11 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spectra_optax import Spectrum
-from spectra_optax.codecs import spectrum as codec
+from spectra_optax import Companded, Spectrum
+from spectra_optax.codecs import fourier
+from spectra_optax.codecs.spectrum import energies, strongest
 
-analyse = jax.jit(codec.analyse, static_argnames="spectrum")
-synthesise = jax.jit(codec.synthesise, static_argnames=("block", "spectrum"))
+analyse = jax.jit(fourier.analyse, static_argnames="lowering")
+synthesise = jax.jit(fourier.synthesise, static_argnames=("block", "lowering"))
 
 BLOCKS = [2, 3, 4, 5, 7, 16, 64]
 LOWERINGS = ["fft", "matmul"]
@@ -21,17 +22,17 @@ def full_spectrum(coefficients, index, block):
     """The complex spectrum `[b, c]` of one block, all frequencies of it, from kept coefficients `[k, c]`."""
     every = np.zeros((block, coefficients.shape[-1]))
     every[np.asarray(index)] = coefficients
-    return np.fft.fft(codec.basis(block).T @ every, axis=0, norm="ortho")
+    return np.fft.fft(fourier.basis(block).T @ every, axis=0, norm="ortho")
 
 
 @pytest.mark.parametrize("block", BLOCKS)
 def test_basis_is_orthonormal_and_numpys(block):
-    basis = codec.basis(block).astype(np.float64)
+    basis = fourier.basis(block).astype(np.float64)
     np.testing.assert_allclose(basis @ basis.T, np.eye(block), atol=1e-6)
     x = np.random.default_rng(0).normal(size=block)
     energy = np.square(np.abs(np.fft.fft(x, norm="ortho")))
     of_frequency = np.zeros(block // 2 + 1)
-    np.add.at(of_frequency, codec.frequency(np.arange(block)), np.square(basis @ x))
+    np.add.at(of_frequency, fourier.frequency(np.arange(block)), np.square(basis @ x))
     folded = [energy[f] + (energy[-f] if 0 < f < block / 2 else 0) for f in range(block // 2 + 1)]
     np.testing.assert_allclose(of_frequency, folded, rtol=1e-5)
 
@@ -40,9 +41,8 @@ def test_basis_is_orthonormal_and_numpys(block):
 @pytest.mark.parametrize("block", BLOCKS)
 def test_all_coefficients_reconstruct(key, block, lowering):
     blocks = jax.random.normal(key, (2, 3, block, 5))
-    spectrum = Spectrum(keep=1, block=block, lowering=lowering)
     index = jnp.arange(block)[None]
-    again = synthesise(analyse(blocks, index, spectrum), index, block, spectrum)
+    again = synthesise(analyse(blocks, index, lowering), index, block, lowering)
     np.testing.assert_allclose(again, blocks, atol=3e-6)
 
 
@@ -51,20 +51,19 @@ def test_all_coefficients_reconstruct(key, block, lowering):
 @pytest.mark.parametrize("block", BLOCKS)
 def test_lowerings_agree(key, block, mask, dtype):
     blocks = jax.random.normal(key, (3, block, 5), dtype)
-    fft, matmul = (Spectrum(keep=0.4, block=block, mask=mask, lowering=lowering) for lowering in LOWERINGS)
-    index = jnp.asarray(fft.first_index(fft.layout(block)))[None]
-    kept = analyse(blocks, index, fft)
-    np.testing.assert_allclose(kept, analyse(blocks, index, matmul), atol=3e-6)
-    np.testing.assert_allclose(*(synthesise(kept, index, block, s) for s in (fft, matmul)), atol=3e-6)
+    spectrum = Spectrum(keep=0.4, block=block, mask=mask)
+    index = jnp.asarray(spectrum.first_index(spectrum.layout(block)))[None]
+    kept = analyse(blocks, index, "fft")
+    np.testing.assert_allclose(kept, analyse(blocks, index, "matmul"), atol=3e-6)
+    np.testing.assert_allclose(*(synthesise(kept, index, block, lowering) for lowering in LOWERINGS), atol=3e-6)
 
 
 @pytest.mark.parametrize("lowering", LOWERINGS)
 def test_lowpass_is_numpys_lowpass(key, lowering):
     """An odd number of coefficients is the mean and pairs of cosine and sine: a truncated `rfft`."""
     blocks = np.asarray(jax.random.normal(key, (1, 16, 4)))
-    spectrum = Spectrum(keep=7 / 16, block=16, lowering=lowering)
     index = jnp.arange(7)[None]
-    low = synthesise(analyse(jnp.asarray(blocks), index, spectrum), index, 16, spectrum)
+    low = synthesise(analyse(jnp.asarray(blocks), index, lowering), index, 16, lowering)
     truncated = np.fft.rfft(blocks, axis=-2)
     truncated[:, 4:] = 0
     np.testing.assert_allclose(low, np.fft.irfft(truncated, n=16, axis=-2), atol=1e-6)
@@ -117,7 +116,7 @@ def test_a_mask_change_keeps_survivors_bit_for_bit(key, own, dtype):
     draw = lambda: np.stack([np.sort(drawn.choice(block, kept, False)) for _ in range(blocks if own else 1)])
     old, new = draw(), draw()
     coefficients = jax.random.normal(key, (blocks, kept, 5)).astype(dtype).at[0, 0].set(-0.0)
-    moved = jax.jit(codec.carry_over)(coefficients, jnp.asarray(old), jnp.asarray(new))
+    moved = jax.jit(fourier.carry_over)(coefficients, jnp.asarray(old), jnp.asarray(new))
     assert moved.dtype == coefficients.dtype
     for n in range(blocks):
         before, after = old[n if own else 0].tolist(), new[n if own else 0].tolist()
@@ -134,14 +133,14 @@ def test_energies_are_those_of_numpy(key):
     energy = np.square(np.abs(np.fft.rfft(np.asarray(blocks), axis=-2, norm="ortho")))
     for mask, over in (("energy", (0, 2)), ("topk", (2,))):
         spectrum = Spectrum(block=16, mask=mask)
-        got = codec.energies(blocks, spectrum.layout(48), spectrum)
+        got = energies(blocks, spectrum.layout(48), spectrum)
         np.testing.assert_allclose(got, np.atleast_2d(energy.mean(over)), rtol=1e-4)
 
 
 def test_strongest_takes_whole_frequencies_in_order():
     layout = Spectrum(block=8, keep=5 / 8).layout(8)
     energy = jnp.asarray([[1.0, 9.0, 3.0, 8.0, 2.0]])
-    np.testing.assert_array_equal(codec.strongest(energy, layout), [[1, 2, 3, 5, 6]])
+    np.testing.assert_array_equal(strongest(energy, layout), [[1, 2, 3, 5, 6]])
 
 
 @pytest.mark.parametrize(
@@ -158,6 +157,8 @@ def test_strongest_takes_whole_frequencies_in_order():
         {"mask": "energy", "refresh": 0},
         {"mask": "random", "seed": -1},
         {"mask": "energy", "seed": 1},
+        {"values": Companded(), "dtype": "float32"},
+        {"values": Companded("unsigned")},
     ],
 )
 def test_bad_settings_name_the_argument(settings):
@@ -166,7 +167,8 @@ def test_bad_settings_name_the_argument(settings):
 
 
 @pytest.mark.parametrize(
-    "settings", [{"block": 2.5}, {"mask": "energy", "refresh": 1.5}, {"mask": "random", "seed": "a"}]
+    "settings",
+    [{"values": "int8"}, {"block": 2.5}, {"mask": "energy", "refresh": 1.5}, {"mask": "random", "seed": "a"}],
 )
 def test_settings_of_the_wrong_type(settings):
     with pytest.raises(TypeError, match=list(settings)[-1]):

@@ -23,9 +23,10 @@ import optax
 
 from spectra_optax import arguments
 from spectra_optax.arguments import Scalar
-from spectra_optax.codecs import spectrum as codec
-from spectra_optax.codecs.spectrum import Layout, Spectrum
-from spectra_optax.leaves import Leaf, LeafRules
+from spectra_optax.codecs.blocks import Layout
+from spectra_optax.codecs.fourier import analyse, carry_over, synthesise
+from spectra_optax.codecs.spectrum import Spectrum, energies, strongest
+from spectra_optax.leaves import Leaf, LeafRules, wide
 from spectra_optax.lift import lift
 from spectra_optax.sharding import Slot, slot
 
@@ -38,31 +39,26 @@ class SpectralMomentumState(NamedTuple):
     """
 
     count: jax.Array  # int32 []
-    mu: Any  # [..., n k, c] or [..., r, n k] of the spectrum's dtype; a dense leaf's own shape in float32
+    mu: Any  # [..., n k, c] or [..., r, n k] of the spectrum's dtype, or codes; a dense leaf's own shape in float32
+    mu_scales: Any  # [..., g, c] or [..., r, g], only of companded coefficients: a scale for each of `g` groups
     index: Any  # int32 [..., m, k], which coefficients those are
     energy: Any  # float32 [..., m, f], averaged energy of every frequency; only of masks that follow it
     settings: jax.Array  # uint8 [n], what the state was built with
 
 
-def _layout(leaf: Leaf, spectrum: Spectrum) -> Layout:
-    return spectrum.layout(leaf.matrix_shape[leaf.cut_axis])
+_NAMES = {"coefficients": "mu", "scales": "mu_scales"}  # of the spectrum's arrays in the state
 
 
 def _slots(leaf: Leaf, *, spectrum: Spectrum) -> dict[str, Slot]:
-    full = jnp.promote_types(leaf.dtype, jnp.float32)
     if not leaf.is_matrix:
-        return {} if leaf.kind == "empty" else {"mu": slot(leaf.shape, full, range(len(leaf.shape)))}
-    layout, cut = _layout(leaf, spectrum), leaf.cut_axis
-    shape, (*batch, _, _) = list(leaf.matrix_shape), leaf.matrix_shape
-    shape[cut] = layout.coefficients.length
-    dtype = jnp.complex64 if jnp.issubdtype(leaf.dtype, jnp.complexfloating) else spectrum.dtype
+        full = {} if leaf.kind == "empty" else {"mu": slot(leaf.shape, wide(leaf.dtype), range(len(leaf.shape)))}
+        return full
+    layout, (*batch, _, _) = spectrum.leaf_layout(leaf), leaf.matrix_shape
     own = spectrum.mask == "topk"
     masks = layout.count if own else 1
-    along = (*leaf.matrix_axes[:-2], leaf.matrix_axes[cut] if own else None, None)
-    slots = {
-        "mu": slot(shape, dtype, leaf.matrix_axes, run={cut: layout.kept}),
-        "index": slot((*batch, masks, layout.kept), jnp.int32, along, value=spectrum.first_index(layout)),
-    }
+    along = (*leaf.matrix_axes[:-2], leaf.matrix_axes[leaf.cut_axis] if own else None, None)
+    slots = {_NAMES[name]: held for name, held in spectrum.slots(leaf).items()}
+    slots["index"] = slot((*batch, masks, layout.kept), jnp.int32, along, value=spectrum.first_index(layout))
     if spectrum.is_dynamic:
         slots["energy"] = slot((*batch, masks, layout.frequencies), jnp.float32, along)
     return slots
@@ -71,27 +67,28 @@ def _slots(leaf: Leaf, *, spectrum: Spectrum) -> dict[str, Slot]:
 def _choose(layout: Layout, spectrum: Spectrum, decay: jax.Array, blocks, mu, index, energy):
     """Averages the energy of each frequency and moves the momentum to the frequencies that now have the most."""
     remains = decay**spectrum.period  # of an average over steps that is only looked at once a period
-    energy = remains * energy + (1.0 - remains) * codec.energies(blocks, layout, spectrum)
-    new = codec.strongest(energy, layout)
-    return codec.carry_over(mu, index, new), new, energy
+    energy = remains * energy + (1.0 - remains) * energies(blocks, layout, spectrum)
+    new = strongest(energy, layout)
+    return carry_over(mu, index, new), new, energy
 
 
 def _spectral(leaf: Leaf, count: jax.Array, u: jax.Array, decay: jax.Array, spectrum: Spectrum, **held: jax.Array):
-    layout, cut = _layout(leaf, spectrum), leaf.cut_axis
-    blocks = layout.split(leaf.to_matrix(u), cut)
-    held["mu"] = layout.coefficients.split(held["mu"], cut)
+    layout = spectrum.leaf_layout(leaf)
+    blocks = layout.split(leaf.to_matrix(u), leaf.cut_axis)
+    mu = spectrum.held(leaf, {name: held[field] for name, field in _NAMES.items() if field in held})
     if spectrum.is_dynamic:
         due = (count - 1) % spectrum.period == 0
         choose = functools.partial(_choose, layout, spectrum, decay, blocks)
-        mu, index, energy = jax.lax.cond(due, choose, lambda *same: same, held["mu"], held["index"], held["energy"])
-        held = {"mu": mu, "index": index, "energy": energy}
+        mu, held["index"], held["energy"] = jax.lax.cond(
+            due, choose, lambda *same: same, mu, held["index"], held["energy"]
+        )
     index = held["index"] if spectrum.is_stored else spectrum.first_index(layout)[None]
-    kept = codec.analyse(blocks, index, spectrum)
-    mu = decay * held["mu"].astype(kept.dtype) + (1.0 - decay) * kept
+    kept = analyse(blocks, index, spectrum.lowering)
+    mu = decay * mu.astype(kept.dtype) + (1.0 - decay) * kept
     unbias, noise = _gains(decay, count)
-    out = noise * blocks + codec.synthesise(mu / unbias - noise * kept, index, layout.block, spectrum)
-    mu = layout.coefficients.join(mu.astype(held["mu"].dtype), cut)
-    return leaf.from_matrix(layout.join(out, cut)), {**held, "mu": mu}
+    out = noise * blocks + synthesise(mu / unbias - noise * kept, index, layout.block, spectrum.lowering)
+    held |= {_NAMES[name]: array for name, array in spectrum.hold(leaf, mu, count).items()}
+    return leaf.from_matrix(layout.join(out, leaf.cut_axis)), held
 
 
 def _gains(decay: jax.Array, count: jax.Array) -> tuple[jax.Array, jax.Array]:

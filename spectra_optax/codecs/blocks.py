@@ -1,0 +1,54 @@
+"""Cuts one axis of a matrix into blocks: neighbours that are transformed, or share a scale, together.
+
+The axis keeps its place and its neighbours, so a block lives on the shard of its first row; nothing is ever flattened.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from spectra_optax import sharding
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """How one axis of a matrix is cut: `length` into `count` blocks of `block`, `kept` coefficients of each."""
+
+    length: int
+    block: int
+    count: int
+    kept: int
+
+    @property
+    def frequencies(self) -> int:
+        """How many frequencies a block has."""
+        return self.block // 2 + 1
+
+    @property
+    def coefficients(self) -> "Layout":
+        """The layout of the kept coefficients, which stand where the axis stood."""
+        return Layout(self.count * self.kept, self.kept, self.count, self.kept)
+
+    def split(self, x: jax.Array, axis: int) -> jax.Array:
+        """Cuts axis -2 or -1 of `[..., r, c]` into blocks `[..., n, b, across]`; the last is padded with zeros."""
+        x = sharding.undivided(x, axis, self.count if x.shape[axis] % self.count == 0 else 1)
+        x = x if axis == -2 else jnp.swapaxes(x, -1, -2)
+        *batch, length, across = x.shape
+        missing = self.count * self.block - length
+        x = jnp.pad(x, [(0, 0)] * len(batch) + [(0, missing), (0, 0)]) if missing else x
+        return x.reshape(*batch, self.count, self.block, across)
+
+    def join(self, blocks: jax.Array, axis: int) -> jax.Array:
+        """The inverse of `split`."""
+        *batch, count, block, across = blocks.shape
+        x = blocks.reshape(*batch, count * block, across)
+        x = jax.lax.slice_in_dim(x, 0, self.length, axis=-2) if count * block != self.length else x
+        return x if axis == -2 else jnp.swapaxes(x, -1, -2)
+
+
+def block_length(length: int, block: int) -> int:
+    """The length of an axis's blocks: its largest divisor from half of `block` to `block`, if there is one."""
+    if length <= block:
+        return length
+    return next((b for b in range(block, (block - 1) // 2, -1) if length % b == 0), block)
