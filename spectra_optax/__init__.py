@@ -2,7 +2,9 @@
 
 from importlib.metadata import version
 
+from spectra_optax.codecs.codec import Codec as Codec
 from spectra_optax.codecs.companding import Companded as Companded
+from spectra_optax.codecs.factored import Factored as Factored
 from spectra_optax.codecs.spectrum import Spectrum as Spectrum
 from spectra_optax.leaves import LeafRules as LeafRules
 from spectra_optax.memory import (
@@ -20,6 +22,8 @@ from spectra_optax.memory import (
 from spectra_optax.optimizers import FullMomentum as FullMomentum
 from spectra_optax.optimizers import spectra_adamw as spectra_adamw
 from spectra_optax.transforms.block_clip import clip_by_block_rms as clip_by_block_rms
+from spectra_optax.transforms.compress_state import CompressedState as CompressedState
+from spectra_optax.transforms.compress_state import compress_state as compress_state
 from spectra_optax.transforms.factored_rms import (
     FactoredRmsState as FactoredRmsState,
 )

@@ -51,18 +51,18 @@ def lift(
     label = f"spectra_optax {FORMAT} {settings}"
 
     def init(params):
-        nodes, treedef = jax.tree.flatten(params, is_leaf=_is_box)
-        decided = iter([slots(leaf) for leaf in _leaves(params, leaves)])
+        nodes, treedef = jax.tree.flatten(params, is_leaf=is_box)
+        decided = iter([slots(leaf) for leaf in leaves_of(params, leaves)])
         decided = [next(decided) if jax.tree.leaves(node) else {} for node in nodes]
         trees = (
             treedef.unflatten([_start(s.get(f), node) for s, node in zip(decided, nodes, strict=True)]) for f in fields
         )
-        return state_type(jnp.zeros([], jnp.int32), *trees, _encode(label))
+        return state_type(jnp.zeros([], jnp.int32), *trees, encode_settings(label))
 
     def update(updates, state, params=None, **extra_args):
         del params, extra_args
         check_settings(state.settings, label)
-        decided = _leaves(updates, leaves)
+        decided = leaves_of(updates, leaves)
         gradients, treedef = jax.tree.flatten(updates)
         count = optax.safe_increment(state.count)
         held = {f: _arrays(f, getattr(state, f), [(d, slots(d).get(f)) for d in decided]) for f in fields}
@@ -86,7 +86,7 @@ def lift_stateless(
     arguments.instance("leaves", leaves, LeafRules)
 
     def init(params):
-        _leaves(params, leaves)
+        leaves_of(params, leaves)
         return optax.EmptyState()
 
     def update(updates, state, params=None, **extra_args):
@@ -94,7 +94,7 @@ def lift_stateless(
         gradients, treedef = jax.tree.flatten(updates)
         outputs = [
             rule(leaf, g.astype(wide(g.dtype))).astype(g.dtype)
-            for leaf, g in zip(_leaves(updates, leaves), gradients, strict=True)
+            for leaf, g in zip(leaves_of(updates, leaves), gradients, strict=True)
         ]
         return treedef.unflatten(outputs), state
 
@@ -105,20 +105,25 @@ def labels(leaves: LeafRules) -> Callable[[Any], Any]:
     """Returns a function that maps a tree to the kind of each leaf, as `optax.partition` wants its labels."""
 
     def label(tree):
-        return jax.tree.unflatten(jax.tree.structure(tree), [leaf.kind for leaf in _leaves(tree, leaves)])
+        return jax.tree.unflatten(jax.tree.structure(tree), [leaf.kind for leaf in leaves_of(tree, leaves)])
 
     return label
 
 
 def named(tree: Any) -> list[tuple[str, Any]]:
     """The arrays of a tree, in order, each with its path as "a/b/c"; boxes leave no trace in the path."""
-    flat = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_box)[0]
-    return [("/".join(map(_name, path)), array) for path, node in flat for array in jax.tree.leaves(node)]
+    flat = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_box)[0]
+    return [(path_name(path), array) for path, node in flat for array in jax.tree.leaves(node)]
+
+
+def path_name(path: Any) -> str:
+    """A path of JAX's as "a/b/c"."""
+    return "/".join(map(_name, path))
 
 
 def unboxed(tree: Any) -> Any:
     """The tree with plain arrays in place of boxes (boxes without an array stay)."""
-    return jax.tree.map(lambda node: (jax.tree.leaves(node) or [node])[0], tree, is_leaf=_is_box)
+    return jax.tree.map(lambda node: (jax.tree.leaves(node) or [node])[0], tree, is_leaf=is_box)
 
 
 def check_settings(stored: jax.Array, label: str) -> None:
@@ -137,11 +142,12 @@ def check_settings(stored: jax.Array, label: str) -> None:
     raise ValueError(f"The optimizer's state was built under other settings: expected {label!r}, got {found}.")
 
 
-def _leaves(tree: Any, rules: LeafRules) -> list[Leaf]:
+def leaves_of(tree: Any, rules: LeafRules) -> list[Leaf]:
+    """How each leaf of a tree is treated, in order."""
     return [rules.leaf(path, x.shape, x.dtype) for path, x in named(tree)]
 
 
-def _is_box(node: Any) -> bool:
+def is_box(node: Any) -> bool:
     """Whether a node is one of Flax's boxes, told by their methods so that Flax need not be installed."""
     kind = type(node)
     return all(hasattr(kind, m) for m in ("unbox", "replace_boxed")) or all(
@@ -187,7 +193,8 @@ def _arrays(field: str, tree: Any, decided: list[tuple[Leaf, Slot | None]]) -> l
     return [None if s is None else next(arrays) for _, s in decided]
 
 
-def _encode(label: str) -> jax.Array:
+def encode_settings(label: str) -> jax.Array:
+    """The settings as an array, uint8 `[n]`, to travel with the state."""
     return jnp.asarray(np.frombuffer(label.encode(), np.uint8))
 
 
@@ -214,3 +221,6 @@ def aligned_mask(mask: Any) -> Any:
         return mask
 
     return fitted
+
+
+_is_box, _encode = is_box, encode_settings  # TEMPORARY

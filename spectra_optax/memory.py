@@ -144,7 +144,7 @@ def memory_table(
 
 def _by_leaf(tx: optax.GradientTransformation, params: Any) -> tuple[dict[str, list[tuple[str, Any]]], int]:
     """The state's arrays of each leaf, named by their field, and the bytes of all others."""
-    state = jax.eval_shape(tx.init, params)
+    state = jax.eval_shape(lambda p: tx.init(p), params)  # JAX keeps the trace of `tx.init`, and with it the decisions
     paths = jax.tree.unflatten(jax.tree.structure(params), [path for path, _ in named(params)])
     owners = optax.tree.map_params(
         tx.init,

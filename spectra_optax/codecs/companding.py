@@ -18,7 +18,7 @@ Li et al. 2023 (arXiv:2309.01507).
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import jax
@@ -74,6 +74,11 @@ class Companded:
                 "a second moment would never decay."
             )
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The arrays that hold a leaf."""
+        return ("codes", "scales")
+
     def slots(self, leaf: Leaf) -> dict[str, Slot]:
         """The arrays that hold a matrix leaf."""
         return self.array_slots(leaf.matrix_shape, leaf.matrix_axes, leaf.cut_axis)
@@ -82,7 +87,7 @@ class Companded:
         """The arrays for `x`, float32 of the leaf's shape; `count` (int32 `[]`) moves stochastic rounding."""
         return self.encode_array(leaf.to_matrix(x), leaf.cut_axis, count)
 
-    def decode(self, leaf: Leaf, arrays: dict[str, jax.Array]) -> jax.Array:
+    def decode(self, leaf: Leaf, arrays: Mapping[str, jax.Array]) -> jax.Array:
         """The numbers in the arrays, float32 of the leaf's shape."""
         return leaf.from_matrix(self.decode_array(arrays, leaf.matrix_shape[leaf.cut_axis], leaf.cut_axis))
 
@@ -109,7 +114,7 @@ class Companded:
             codes = _pack(codes)
         return {"codes": self._stored(layout).join(codes, cut), "scales": _whole(layout).join(held, cut)}
 
-    def decode_array(self, arrays: dict[str, jax.Array], length: int, cut: int) -> jax.Array:
+    def decode_array(self, arrays: Mapping[str, jax.Array], length: int, cut: int) -> jax.Array:
         """The numbers held by codes and scales, float32, `length` along axis `cut`."""
         layout = self._layout(length)
         codes = self._stored(layout).split(arrays["codes"], cut)

@@ -10,10 +10,56 @@ float32, and neither is 1e20 squared.
 Bytes per parameter: `4 (r + c) / (r c)`. Shapes: `[..., r, c]`, leading axes are batches.
 """
 
+import dataclasses
+from collections.abc import Mapping
+from typing import Literal
+
 import jax
 import jax.numpy as jnp
 
+from spectra_optax.leaves import Leaf
+from spectra_optax.sharding import Slot, slot
+
 _LARGE = 1e30  # far enough from the largest float32 for a sum below it to be complete
+
+
+@dataclasses.dataclass(frozen=True)
+class Factored:
+    """Names the factored form of second moments: root mean squares of rows and columns.
+
+    As the form of Adam's `nu` it holds exactly the statistics of `scale_by_factored_rms`, because averages of rows and
+    columns are linear; the update itself is divided by the new `nu`, in which the latest gradient is not factored yet.
+    """
+
+    @property
+    def sign(self) -> Literal["unsigned"]:
+        """Second moments are never below 0."""
+        return "unsigned"
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The arrays that hold a leaf."""
+        return ("rms_row", "rms_col")
+
+    def slots(self, leaf: Leaf) -> dict[str, Slot]:
+        """The arrays that hold a matrix leaf."""
+        (*batch, r, c), (*along, row, col) = leaf.matrix_shape, leaf.matrix_axes
+        return {
+            "rms_row": slot((*batch, r), jnp.float32, (*along, row)),
+            "rms_col": slot((*batch, c), jnp.float32, (*along, col)),
+        }
+
+    def encode(self, leaf: Leaf, x: jax.Array, count: jax.Array) -> dict[str, jax.Array]:
+        """The arrays for `x`, float32 of the leaf's shape and not below 0."""
+        del count
+        row, col = row_col_rms(leaf.to_matrix(jnp.sqrt(x)))
+        return {"rms_row": row, "rms_col": col}
+
+    def decode(self, leaf: Leaf, arrays: Mapping[str, jax.Array]) -> jax.Array:
+        """The product of rows and columns, float32 of the leaf's shape."""
+        row, col = arrays["rms_row"], arrays["rms_col"]
+        row = row * reciprocal(rms(row, -1, keepdims=True))
+        return leaf.from_matrix(jnp.square(row[..., :, None] * col[..., None, :]))
 
 
 def row_col_rms(x: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -135,6 +135,16 @@ class Spectrum:
         """The layout of the axis along which a matrix leaf is cut."""
         return self.layout(leaf.matrix_shape[leaf.cut_axis])
 
+    @property
+    def sign(self) -> Literal["signed"]:
+        """Coefficients have both signs."""
+        return "signed"
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The arrays that hold a leaf."""
+        return ("coefficients",) if self.values is None else ("coefficients", "scales")
+
     def slots(self, leaf: Leaf) -> dict[str, Slot]:
         """The arrays that hold the kept coefficients of a matrix leaf, where the axis that was cut stood."""
         layout, cut, shape = self.leaf_layout(leaf), leaf.cut_axis, list(leaf.matrix_shape)

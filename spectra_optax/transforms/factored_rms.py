@@ -38,11 +38,7 @@ class FactoredRmsState(NamedTuple):
 
 def _slots(leaf: Leaf) -> dict[str, Slot]:
     if leaf.is_matrix:
-        (*batch, r, c), (*along, row, col) = leaf.matrix_shape, leaf.matrix_axes
-        return {
-            "rms_row": slot((*batch, r), jnp.float32, (*along, row)),
-            "rms_col": slot((*batch, c), jnp.float32, (*along, col)),
-        }
+        return factored.Factored().slots(leaf)
     return {} if leaf.kind == "empty" else {"rms": slot(leaf.shape, jnp.float32, range(len(leaf.shape)))}
 
 

@@ -1,0 +1,196 @@
+"""Any Optax transformation with fields of its state held compactly.
+
+    state  = decode(codes)                 float32, as the inner transformation knows it
+    u      = inner(g, state), untouched
+    codes  = encode(state)                 once, after the update was made with the exact new state
+
+The named fields (`mu`, `nu`, `trace`, ...) are found wherever they are: in chains, partitions, wrappers. Where a second
+moment decodes to 0 the fields beside it do too, so that what rounding left of a momentum is never divided by nothing.
+
+Bytes per parameter: those of the codecs; AdamW with `mu=Companded(), nu=Companded("unsigned")` takes 2.125 instead of
+8. Leaves that are dense under `LeafRules`, and complex ones, stay in float32.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from spectra_optax import arguments, fields
+from spectra_optax.codecs.codec import Codec
+from spectra_optax.codecs.spectrum import Spectrum
+from spectra_optax.leaves import Leaf, LeafRules, wide
+from spectra_optax.lift import FORMAT, check_settings, encode_settings, leaves_of, named
+from spectra_optax.transforms.in_float32 import in_float32
+
+_DENSE = "dense"  # the tree, beside those of the codec, of the leaves that are held as they are
+# What Optax calls its second moments, and its averages of gradients.
+_SECOND = ("nu", "nu_max", "n", "sum_of_squares", "e_g", "e_x")
+_FIRST = ("mu", "trace", "m", "m1", "m2", "g")
+
+
+class CompressedState(NamedTuple):
+    """State of `compress_state`."""
+
+    count: jax.Array  # int32 []
+    inner_state: Any  # the inner state; each compressed field a dict of trees: the codec's arrays, and "dense"
+    settings: jax.Array  # uint8 [n], what the state was built with
+
+
+def compress_state(
+    inner: optax.GradientTransformation, *, leaves: LeafRules = LeafRules(), **codecs: Codec
+) -> optax.GradientTransformationExtraArgs:
+    """Holds fields of an optimizer's state compactly, whichever optimizer it is.
+
+    Args:
+      inner: any Optax transformation or chain, run in float32 whatever the dtype of parameters and gradients.
+      leaves: which leaves are compressed; the others keep their full state.
+      **codecs: the form of each field, by the name that the inner state gives it:
+        `mu=Companded(), nu=Companded("unsigned")`.
+
+    Returns:
+      An Optax transformation with state `CompressedState`; updates have the gradients' dtype. `init` builds the compact
+      state without holding the full one.
+
+    Raises:
+      ValueError: if no field is named; if a field that Optax never lets go below 0 gets a form with signs, or the
+        reverse; at `init` if the inner state has no field of that name, or a spectral field would be divided by the
+        root of a second moment.
+      TypeError: if `inner` or a codec is of another type.
+
+    Example:
+      >>> import jax, optax
+      >>> from spectra_optax import Companded, compress_state, state_bytes
+      >>> params = {"kernel": jax.ShapeDtypeStruct((1024, 1024), "float32")}
+      >>> tx = compress_state(optax.adamw(1e-3), mu=Companded(), nu=Companded("unsigned"))
+      >>> round(state_bytes(tx, params) / 1024**2, 3)
+      2.125
+    """
+    arguments.instance("inner", inner, optax.GradientTransformation)
+    arguments.instance("leaves", leaves, LeafRules)
+    _check_codecs(codecs)
+    inner = optax.with_extra_args_support(inner)
+    label = f"spectra_optax {FORMAT} compress_state {codecs}"
+
+    def init(params):
+        def start(params):
+            state = inner.init(params)
+            _check_fields(codecs, fields.nodes(state))
+            count = jnp.zeros([], jnp.int32)
+            return CompressedState(
+                count, _encode(codecs, _decided(leaves, params), state, count), encode_settings(label)
+            )
+
+        return _without_intermediates(start, params)
+
+    def update(updates, state, params=None, **extra_args):
+        check_settings(state.settings, label)
+        decided, count = _decided(leaves, updates), jnp.asarray(optax.safe_increment(state.count))
+        full = _decode(codecs, decided, state.inner_state, updates)
+        updates, full = inner.update(updates, full, params, **extra_args)
+        return updates, CompressedState(count, _encode(codecs, decided, full, count), state.settings)
+
+    return in_float32(optax.GradientTransformationExtraArgs(init, update))
+
+
+def _check_codecs(codecs: dict[str, Codec]) -> None:
+    if not codecs:
+        raise ValueError("compress_state needs the form of at least one field, such as mu=Companded().")
+    for name, codec in codecs.items():
+        arguments.instance(name, codec, Codec)
+        if isinstance(codec, Spectrum) and codec.is_dynamic:
+            raise ValueError(f"{name} must have mask 'lowpass' or 'random': a field has no gradients to choose by.")
+        expected = "unsigned" if name in _SECOND else "signed" if name in _FIRST else codec.sign
+        if codec.sign != expected:
+            good = 'Companded("unsigned") or Factored()' if expected == "unsigned" else "Companded() or Spectrum()"
+            raise ValueError(f"{name} is {expected}: it must be {good}, got {codec}.")
+
+
+def _check_fields(codecs: dict[str, Codec], nodes: list[dict[str, Any]]) -> None:
+    held = list(dict.fromkeys(name for node in nodes for name, field in node.items() if _is_tree(field)))
+    present = {name for node in nodes for name in node}
+    for name, codec in codecs.items():
+        if name not in present:
+            raise ValueError(f"The inner state has no field {name!r}; its fields are {', '.join(held) or 'none'}.")
+        divided = any(name in node and second in node for node in nodes for second in _SECOND)
+        if isinstance(codec, Spectrum) and codec.keep < 1 and divided:
+            raise ValueError(
+                f"{name}={codec} would be divided by the root of a second moment, and diverge: what a spectrum drops "
+                "leaks from large columns into small ones. spectra_adamw normalises first; or use Companded()."
+            )
+
+
+def _is_tree(field: Any) -> bool:
+    return any(getattr(x, "ndim", 0) for _, x in named(field)) or not jax.tree.leaves(field)
+
+
+def _decided(rules: LeafRules, tree: Any) -> dict[str, Leaf]:
+    """The leaves that are compressed, by path."""
+    return {leaf.path: leaf for leaf in leaves_of(tree, rules) if leaf.is_matrix and not leaf.is_complex}
+
+
+def _encode(codecs: dict[str, Codec], decided: dict[str, Leaf], state: Any, count: jax.Array) -> Any:
+    def rule(node):
+        return {name: _encode_field(codecs[name], decided, node[name], count) for name in node if name in codecs}
+
+    return fields.map_nodes(rule, state)
+
+
+def _encode_field(codec: Codec, decided: dict[str, Leaf], tree: Any, count: jax.Array) -> dict[str, Any]:
+    def rule(path, x):
+        leaf = decided.get(path)
+        if leaf is None or leaf.shape != x.shape:
+            return {_DENSE: x}, True
+        follows = all(s.axes == tuple(range(x.ndim)) for s in codec.slots(leaf).values())
+        return _encoded(codec, leaf, x, count), follows
+
+    return fields.spread(tree, (_DENSE, *codec.names), rule)
+
+
+def _decode(codecs: dict[str, Codec], decided: dict[str, Leaf], state: Any, like: Any) -> Any:
+    def rule(node):
+        seconds: dict[str, jax.Array] = {}
+        held = [(name, codec) for name, codec in codecs.items() if name in node]
+        held.sort(key=lambda item: item[1].sign != "unsigned")  # second moments first
+
+        def full(codec, path, arrays):
+            if _DENSE in arrays:
+                return arrays[_DENSE]
+            x = _decoded(codec, decided[path], dict(arrays))
+            if codec.sign == "unsigned":
+                seconds[path] = x
+                return x
+            return jnp.where(seconds[path] == 0, 0, x) if path in seconds else x
+
+        return {name: fields.gather(node[name], like, functools.partial(full, codec)) for name, codec in held}
+
+    return fields.map_nodes(rule, state)
+
+
+@functools.partial(jax.jit, static_argnames=("codec", "leaf"))
+def _encoded(codec: Codec, leaf: Leaf, x: jax.Array, count: jax.Array) -> dict[str, jax.Array]:
+    return codec.encode(leaf, x.astype(jnp.float32), count)
+
+
+@functools.partial(jax.jit, static_argnames=("codec", "leaf"))
+def _decoded(codec: Codec, leaf: Leaf, arrays: dict[str, jax.Array]) -> jax.Array:
+    return codec.decode(leaf, arrays).astype(wide(leaf.dtype))
+
+
+def _without_intermediates(init: Callable[[Any], CompressedState], params: Any) -> CompressedState:
+    """Runs `init` as one program where that keeps the layout: on one device, where the full state would hurt."""
+    nodes, treedef = jax.tree.flatten(params)
+    placed = [isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) for x in nodes]
+    devices = {device for x, is_array in zip(nodes, placed, strict=True) if is_array for device in x.devices()}
+    if len(devices) > 1 or any(isinstance(x, jax.core.Tracer) for x in nodes) or not nodes:
+        return init(params)
+    arrays = [x for x, is_array in zip(nodes, placed, strict=True) if is_array]
+
+    def start(arrays):
+        held = iter(arrays)
+        return init(treedef.unflatten(next(held) if is_array else x for x, is_array in zip(nodes, placed, strict=True)))
+
+    return jax.jit(start)(arrays)
