@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spectra_optax import arguments
+from spectra_optax import arguments, sharding
 
 Kind = Literal["matrix", "embedding", "dense", "empty"]
 Axes = tuple[tuple[int, ...], tuple[int, ...]]
@@ -83,6 +83,8 @@ class Leaf:
     def to_matrix(self, x: jax.Array) -> jax.Array:
         """Views the parameter's shape as `[*batch, r, c]`; the identity unless `LeafRules.axes` says otherwise."""
         order = self.batch + self.rows + self.cols
+        for axis in (*self.rows[1:], *self.cols[1:]):
+            x = sharding.undivided(x, axis, 1)  # a merge of two axes can only be sharded along the first
         if order != tuple(range(len(self.shape))):
             x = jnp.transpose(x, order)
         return x if x.shape == self.matrix_shape else x.reshape(self.matrix_shape)
@@ -123,9 +125,7 @@ class LeafRules:
 
     def __post_init__(self):
         """Checks the settings."""
-        arguments.instance("min_dim", self.min_dim, int)
-        if self.min_dim < 2:
-            raise ValueError(f"min_dim must be at least 2, got {self.min_dim}.")
+        arguments.integer("min_dim", self.min_dim, 2)
         for name in ("dense", "embedding", "axes"):
             if getattr(self, name) is not None and not callable(getattr(self, name)):
                 raise TypeError(f"{name} must be a function of the leaf's path or None, got {getattr(self, name)!r}.")
@@ -149,9 +149,9 @@ class LeafRules:
             return "empty", "empty: no elements", (), ()
         if self.dense is not None and self.dense(path):
             return "dense", "dense: named by the rules", (), ()
-        axes = self.axes(path, shape) if self.axes is not None else None
-        if axes is None and name in _VECTORS:
+        if name in _VECTORS:
             return "dense", f"dense: {name!r} names a vector", (), ()
+        axes = self.axes(path, shape) if self.axes is not None else None
         if axes is None and len(shape) < 2:
             return "dense", f"dense: {len(shape)} axes", (), ()
         rows, cols = _checked(path, shape, axes) if axes is not None else ((len(shape) - 2,), (len(shape) - 1,))
@@ -168,13 +168,13 @@ def inexact(path: str, dtype: jax.typing.DTypeLike) -> np.dtype:
     """The dtype of a parameter.
 
     Raises:
-      TypeError: if it is neither floating nor complex.
+      TypeError: if it is neither floating, in 16 bits or more, nor complex.
     """
     dtype = jnp.dtype(dtype)
-    if not jnp.issubdtype(dtype, jnp.inexact):
+    if not jnp.issubdtype(dtype, jnp.inexact) or dtype.itemsize < 2:
         raise TypeError(
-            f"Parameter {path!r} has dtype {dtype}; optimizers accept floating and complex parameters. "
-            "Leave others out with optax.masked or optax.partition."
+            f"Parameter {path!r} has dtype {dtype}; optimizers accept complex parameters, and floating ones of 16 bits "
+            "or more. Leave others out with optax.masked or optax.partition."
         )
     return dtype
 
@@ -200,10 +200,15 @@ def _size(shape: tuple[int, ...], axes: tuple[int, ...]) -> int:
 
 
 def _checked(path: str, shape: tuple[int, ...], axes: Axes) -> Axes:
-    rows, cols = (tuple(a % len(shape) if -len(shape) <= a < len(shape) else a for a in group) for group in axes)
+    accepted = f"axes({path!r}, {shape}) must give two non-empty, disjoint groups of the leaf's axes, got {axes!r}."
+    try:
+        rows, cols = (tuple(group) for group in axes)
+    except (TypeError, ValueError) as error:
+        raise ValueError(accepted) from error
+    rows, cols = (
+        tuple(a % len(shape) if -len(shape) <= a < len(shape) else a for a in group) for group in (rows, cols)
+    )
     named = rows + cols
     if not rows or not cols or len(set(named)) != len(named) or not set(named) <= set(range(len(shape))):
-        raise ValueError(
-            f"axes({path!r}, {shape}) must give two non-empty, disjoint groups of the leaf's axes, got {axes!r}."
-        )
+        raise ValueError(accepted)
     return rows, cols

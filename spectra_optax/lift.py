@@ -10,6 +10,7 @@ boxes that Flax puts around arrays (Linen's `Partitioned`, NNX's `Variable`) car
 parameter's own axes keeps the box, any other slot drops it.
 """
 
+import zlib
 from collections.abc import Callable
 from typing import Any
 
@@ -52,17 +53,19 @@ def lift(
 
     def init(params):
         nodes, treedef = jax.tree.flatten(params, is_leaf=is_box)
-        decided = iter([slots(leaf) for leaf in leaves_of(params, leaves)])
+        treated = leaves_of(params, leaves)
+        decided = iter([slots(leaf) for leaf in treated])
         decided = [next(decided) if jax.tree.leaves(node) else {} for node in nodes]
         trees = (
             treedef.unflatten([_start(s.get(f), node) for s, node in zip(decided, nodes, strict=True)]) for f in fields
         )
-        return state_type(jnp.zeros([], jnp.int32), *trees, encode_settings(label))
+        return state_type(jnp.zeros([], jnp.int32), *trees, encode_settings(described(label, treated)))
 
     def update(updates, state, params=None, **extra_args):
         del params, extra_args
-        check_settings(state.settings, label)
+        check_type(state, state_type)
         decided = leaves_of(updates, leaves)
+        check_settings(state.settings, described(label, decided))
         gradients, treedef = jax.tree.flatten(updates)
         count = optax.safe_increment(state.count)
         held = {f: _arrays(f, getattr(state, f), [(d, slots(d).get(f)) for d in decided]) for f in fields}
@@ -126,6 +129,18 @@ def unboxed(tree: Any) -> Any:
     return jax.tree.map(lambda node: (jax.tree.leaves(node) or [node])[0], tree, is_leaf=is_box)
 
 
+def described(label: str, decided: list[Leaf]) -> str:
+    """A label with a checksum of how the leaves are treated, which functions of a path leave no other trace of."""
+    treated = [(leaf.kind, leaf.rows, leaf.cols) for leaf in decided]
+    return f"{label}, leaves {zlib.crc32(repr(treated).encode()):08x}"
+
+
+def check_type(state: Any, expected: type) -> None:
+    """Refuses a state that another transformation built."""
+    if not isinstance(state, expected):
+        raise ValueError(f"The state must be the {expected.__name__} that init returned, got {type(state).__name__}.")
+
+
 def check_settings(stored: jax.Array, label: str) -> None:
     """Refuses a state that was built under other settings, as far as its arrays can tell.
 
@@ -144,7 +159,14 @@ def check_settings(stored: jax.Array, label: str) -> None:
 
 def leaves_of(tree: Any, rules: LeafRules) -> list[Leaf]:
     """How each leaf of a tree is treated, in order."""
-    return [rules.leaf(path, x.shape, x.dtype) for path, x in named(tree)]
+    return [rules.leaf(path, np.shape(x), dtype_of(path, x)) for path, x in named(tree)]
+
+
+def dtype_of(path: str, x: Any) -> Any:
+    """The dtype of a parameter, or a `TypeError` that names it where it is no array."""
+    if not hasattr(x, "dtype"):
+        raise TypeError(f"Parameter {path!r} is {x!r}, a {type(x).__name__}; parameters must be arrays.")
+    return x.dtype
 
 
 def is_box(node: Any) -> bool:

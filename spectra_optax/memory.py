@@ -12,7 +12,7 @@ import jax
 import optax
 
 from spectra_optax.leaves import observed
-from spectra_optax.lift import named, unboxed
+from spectra_optax.lift import named, path_name, unboxed
 
 
 def state_bytes(tx: optax.GradientTransformation, params: Any) -> int:
@@ -86,11 +86,12 @@ class MemoryTable:
 
     def __str__(self) -> str:
         """A table as text: one line a leaf, and the totals."""
-        head = ("leaf", "shape", "bytes", "adamw", "what and why", "state")
+        head = ("leaf", "shape", "bytes", "reference", "what and why", "state")
         cells = [
             (r.path, "x".join(map(str, r.shape)), f"{r.bytes:,}", f"{r.reference:,}", r.reason, ", ".join(r.holds))
             for r in self.rows
         ]
+        cells.append(("no leaf's", "", f"{self.shared:,}", f"{self.shared_reference:,}", "counts and settings", ""))
         per = f"{self.bytes / max(1, self.parameters):.3f} bytes per parameter"
         cells.append(("total", f"{self.parameters:,}", f"{self.bytes:,}", f"{self.reference:,}", per, ""))
         widths = [max(map(len, column)) for column in zip(head, *cells, strict=True)]
@@ -143,29 +144,22 @@ def memory_table(
 
 
 def _by_leaf(tx: optax.GradientTransformation, params: Any) -> tuple[dict[str, list[tuple[str, Any]]], int]:
-    """The state's arrays of each leaf, named by their field, and the bytes of all others."""
+    """The state's arrays of each leaf, named by their field, and the bytes of all others.
+
+    An array belongs to the leaf whose path ends its own path; if the parameters are one array, whose path is empty, to
+    that leaf unless it is a scalar or a description of the settings.
+    """
     state = jax.eval_shape(lambda p: tx.init(p), params)  # JAX keeps the trace of `tx.init`, and with it the decisions
-    paths = jax.tree.unflatten(jax.tree.structure(params), [path for path, _ in named(params)])
-    owners = optax.tree.map_params(
-        tx.init,
-        lambda array, path: array if _is_masked(array) else path,
-        state,
-        paths,
-        transform_non_params=lambda _: None,
-        is_leaf=_is_masked,
-    )
+    names = {path: path_name(path) for path, _ in jax.tree_util.tree_flatten_with_path(params)[0]}
     held, shared = collections.defaultdict(list), 0
-    owners = jax.tree.leaves(owners, is_leaf=lambda owner: owner is None)
-    for owner, (path, array) in zip(owners, named(state), strict=True):
-        if owner is None:
+    for path, array in jax.tree_util.tree_flatten_with_path(state)[0]:
+        leaf = next((path[i:] for i in range(1, len(path) + 1) if path[i:] in names), None)
+        field = path_name(path[: len(path) - len(leaf or ())][-1:])
+        if leaf is None or (not leaf and (not array.shape or field == "settings")):
             shared += _nbytes(array)
         else:
-            held[owner].append((path.removesuffix(f"/{owner}").rsplit("/", 1)[-1], array))
+            held[names[leaf]].append((field, array))
     return held, shared
-
-
-def _is_masked(node: Any) -> bool:
-    return isinstance(node, optax.MaskedNode)
 
 
 def _shapes(params: Any) -> Any:

@@ -13,6 +13,7 @@ import dataclasses
 from collections.abc import Hashable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import optax
 
@@ -25,10 +26,6 @@ from spectra_optax.transforms.block_clip import clip_by_block_rms
 from spectra_optax.transforms.factored_rms import scale_by_factored_rms
 from spectra_optax.transforms.in_float32 import in_float32
 from spectra_optax.transforms.spectral_momentum import scale_by_spectral_momentum
-
-# Frequencies without momentum pass at a quarter of its gain, so the best learning rate would be twice AdamW's; with
-# this scale it is AdamW's own.
-_SPECTRAL_SCALE = 2.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,8 +40,8 @@ class FullMomentum:
 
     def __post_init__(self):
         """Checks the settings."""
-        arguments.choice("dtype", jnp.dtype(self.dtype).name, ("float32", "bfloat16", "float16"))
-        object.__setattr__(self, "dtype", jnp.dtype(self.dtype).name)
+        name = arguments.dtype_name("dtype", self.dtype, ("float32", "bfloat16", "float16"))
+        object.__setattr__(self, "dtype", name)
 
 
 def spectra_adamw(
@@ -53,7 +50,7 @@ def spectra_adamw(
     b2: Scalar = 0.999,
     eps: Scalar = 1e-8,
     *,
-    weight_decay: Scalar = 1e-4,
+    weight_decay: optax.ScalarOrSchedule = 1e-4,
     mask: Any = None,
     momentum: Spectrum | FullMomentum = Spectrum(),
     leaves: LeafRules = LeafRules(),
@@ -66,12 +63,12 @@ def spectra_adamw(
 
         u_t &= \mathrm{clip}(g_t / \sqrt{\hat\nu_t}), \quad \hat\nu_t \text{ from row and column means}
 
-        m_t &= 2 \, \mathrm{SpectralMomentum}_{b_1}(u_t)
+        m_t &= \mathrm{SpectralMomentum}_{b_1}(u_t) / \sqrt{\mathrm{keep}}
 
         p_{t+1} &= p_t - \eta (m_t + \lambda p_t)
 
-    Leaves that are no matrices, or small, are `optax.adamw` in float32. The factor 2 makes AdamW's own learning rates
-    fit; with `FullMomentum` it is left out.
+    Leaves that are no matrices, or small, are `optax.adamw` in float32. The root of the share of coefficients
+    that are kept makes AdamW's own learning rates fit; `FullMomentum` keeps all.
 
     Args:
       learning_rate: a number or a schedule; start from AdamW's.
@@ -115,11 +112,15 @@ def spectra_adamw(
     arguments.instance("momentum", momentum, Spectrum, FullMomentum)
     arguments.instance("leaves", leaves, LeafRules)
     b1, b2 = arguments.decay_rate("b1", b1), arguments.decay_rate("b2", b2)
+    if not callable(weight_decay):
+        arguments.number("weight_decay", weight_decay)
     if isinstance(momentum, Spectrum):
-        average, scale = scale_by_spectral_momentum(b1, spectrum=momentum, leaves=leaves), _SPECTRAL_SCALE
+        average = scale_by_spectral_momentum(b1, spectrum=momentum, leaves=leaves)
+        # Frequencies without momentum pass at a quarter of its gain: at a quarter of the coefficients the best learning
+        # rate would be twice AdamW's. With this scale it is AdamW's own; where every coefficient is kept it is 1.
+        scale = momentum.keep**-0.5
     else:
-        kept = None if momentum.dtype == "float32" else momentum.dtype  # None keeps complex numbers complex
-        average, scale = optax.ema(b1, accumulator_dtype=kept), 1.0
+        average, scale = _full_momentum(b1, momentum), 1.0
     compact = optax.chain(
         scale_by_factored_rms(b2, eps, leaves=leaves),
         clip_by_block_rms(1.0, leaves=leaves),
@@ -138,4 +139,17 @@ def spectra_adamw(
             optax.add_decayed_weights(weight_decay, aligned_mask(mask)),
             optax.scale_by_learning_rate(learning_rate),
         )
+    )
+
+
+def _full_momentum(decay: Scalar, momentum: FullMomentum) -> optax.GradientTransformation:
+    whole = optax.ema(decay)
+    if momentum.dtype == "float32":
+        return whole
+    rules: dict[Hashable, optax.GradientTransformation] = {
+        "real": optax.ema(decay, accumulator_dtype=momentum.dtype),
+        "complex": whole,  # there is no complex number in 32 bits
+    }
+    return optax.partition(
+        rules, lambda params: jax.tree.map(lambda x: "complex" if jnp.iscomplexobj(x) else "real", params)
     )

@@ -47,12 +47,13 @@ def slot(
 
 def start(s: Slot, param: Any) -> jax.Array:
     """The slot's first value, sharded like its parameter."""
-    zeros = jnp.zeros_like(jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=_carried(s, param)))
-    return (
-        zeros
-        if isinstance(s.value, float) and s.value == 0
-        else zeros + jnp.broadcast_to(jnp.asarray(s.value, s.dtype), s.shape)
-    )
+    if isinstance(param, jax.core.Tracer):  # what varies between the devices of a `jax.shard_map` has a type of its own
+        zeros = jnp.zeros_like(param, dtype=s.dtype, shape=s.shape, device=_carried(s, param))
+    else:
+        zeros = jnp.zeros_like(jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=_carried(s, param)))
+    if isinstance(s.value, float) and s.value == 0:
+        return zeros
+    return zeros + jnp.broadcast_to(jnp.asarray(s.value, s.dtype), s.shape)
 
 
 def of(x: Any) -> Any:
@@ -66,7 +67,7 @@ def like(x: jax.Array, other: jax.Array, axes: Sequence[int] | None = None) -> j
     if not any(layout.spec) and not any(jax.typeof(x).sharding.spec):
         return x
     spec = tuple(name if axes is None or a in axes else None for a, name in enumerate(layout.spec))
-    return jax.sharding.reshard(x, PartitionSpec(*spec)) if tuple(jax.typeof(x).sharding.spec) != spec else x
+    return _reshard(x, layout, spec) if tuple(jax.typeof(x).sharding.spec) != spec else x
 
 
 def undivided(x: jax.Array, axis: int, parts: int) -> jax.Array:
@@ -76,13 +77,20 @@ def undivided(x: jax.Array, axis: int, parts: int) -> jax.Array:
     if parts % _shards(layout.mesh, spec[axis]) == 0:
         return x
     spec[axis] = None
-    return jax.sharding.reshard(x, PartitionSpec(*spec))
+    return _reshard(x, layout, spec)
 
 
-def _carried(s: Slot, param: Any) -> NamedSharding | None:
+def _reshard(x: jax.Array, layout: NamedSharding, spec: Sequence[Any]) -> jax.Array:
+    """Names the mesh, so that no `jax.set_mesh` is needed."""
+    return jax.sharding.reshard(x, NamedSharding(layout.mesh, PartitionSpec(*spec)))
+
+
+def _carried(s: Slot, param: Any) -> jax.sharding.Sharding | None:
     """The parameter's sharding carried over to a slot; an axis that shards would cut within a run is replicated."""
     sharding = of(param)
-    if not isinstance(sharding, NamedSharding) or not any(sharding.spec):
+    if not isinstance(sharding, NamedSharding):
+        return sharding if getattr(param, "committed", False) and sharding.is_fully_replicated else None
+    if isinstance(param, jax.core.Tracer) and not any(sharding.spec):
         return None
     spec = tuple(sharding.spec) + (None,) * (len(param.shape) - len(sharding.spec))
     names = [None if axis is None else spec[axis] for axis in s.axes]

@@ -6,7 +6,16 @@ import optax
 import pytest
 from flax import nnx
 
-from spectra_optax import FullMomentum, LeafRules, Spectrum, memory_table, spectra_adamw, state_bytes
+from spectra_optax import (
+    Companded,
+    FullMomentum,
+    LeafRules,
+    Spectrum,
+    compress_state,
+    memory_table,
+    spectra_adamw,
+    state_bytes,
+)
 
 MATRIX = {"kernel": jax.ShapeDtypeStruct((8192, 4096), jnp.float32)}
 MIB = 2**20
@@ -56,6 +65,34 @@ def test_any_optimizer_and_any_boxes_can_be_counted():
         table = memory_table(tx, params)
         assert table.bytes == state_bytes(tx, params)
         assert [row.path for row in table.rows] == ["bias", "kernel"]
+
+
+@pytest.mark.parametrize(
+    "tx",
+    [
+        optax.lbfgs(),
+        optax.sm3(1e-3),
+        optax.flatten(optax.adam(1e-3)),
+        optax.lookahead(optax.sgd(1e-3, momentum=0.9), 5, 0.5),
+        compress_state(optax.adam(1e-3), mu=Companded(), nu=Companded("unsigned")),
+    ],
+)
+def test_whatever_the_state_looks_like_every_byte_is_counted(tx):
+    params = {"a/b": jnp.ones((64, 64)), "a": {"b": jnp.ones((64, 32))}}
+    arguments = optax.LookaheadParams.init_synced(params) if tx.init.__qualname__.startswith("lookahead") else params
+    assert memory_table(tx, arguments).bytes == state_bytes(tx, arguments)
+
+
+def test_one_array_is_a_leaf():
+    table = memory_table(optax.adam(1e-3), jnp.ones((64, 64)))
+    assert table.shared == 4
+    assert [row.bytes for row in table.rows] == [2 * 4 * 64 * 64]
+
+
+def test_a_table_asked_for_twice_says_the_same():
+    tx = spectra_adamw(1e-3)
+    assert state_bytes(tx, MATRIX) == memory_table(tx, MATRIX).bytes
+    assert memory_table(tx, MATRIX).rows[0].reason == "matrix 8192 x 4096"
 
 
 def test_a_table_is_text():

@@ -47,8 +47,18 @@ class Layout:
         return x if axis == -2 else jnp.swapaxes(x, -1, -2)
 
 
+_SHARDS = 8  # a usual number, and a divisor of the greater ones
+_TILE = 8  # rows of a TPU's tile
+
+
 def block_length(length: int, block: int) -> int:
-    """The length of an axis's blocks: its largest divisor from half of `block` to `block`, if there is one."""
+    """The length of an axis's blocks: a divisor from half of `block` to `block`, or `block` with a padded last one.
+
+    An axis that is long enough is cut into a multiple of 8 blocks where it can be, so that shards hold whole ones.
+    """
     if length <= block:
         return length
-    return next((b for b in range(block, (block - 1) // 2, -1) if length % b == 0), block)
+    divisors = [b for b in range(block, (block - 1) // 2, -1) if length % b == 0]
+    if length >= _SHARDS * block:
+        divisors.sort(key=lambda b: (length // b % _SHARDS != 0, b % _TILE != 0))  # stable: the longest first
+    return divisors[0] if divisors else block

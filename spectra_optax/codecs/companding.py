@@ -63,9 +63,7 @@ class Companded:
         arguments.choice("sign", self.sign, ("signed", "unsigned"))
         arguments.choice("rounding", self.rounding, ("nearest", "stochastic"))
         arguments.choice("scale", self.scale, ("float32", "power_of_two"))
-        arguments.instance("group", self.group, int)
-        if self.group < 2:
-            raise ValueError(f"group must be at least 2, got {self.group!r}.")
+        arguments.integer("group", self.group, 2)
         if self.bits != 8 and (self.bits != 4 or self.sign == "signed"):
             raise ValueError(f"bits must be 8, or 4 with sign='unsigned', got {self.bits!r} with {self.sign!r}.")
         if self.scale == "power_of_two" and self.sign == "unsigned" and self.rounding == "nearest":

@@ -31,3 +31,10 @@ def random_bits(x: jax.Array, count: jax.Array, salt: int) -> jax.Array:
     for axis, stride in zip(range(x.ndim - 1, max(-1, x.ndim - 3), -1), _PLACE, strict=False):
         bits = bits + jax.lax.broadcasted_iota(jnp.uint32, x.shape, axis) * jnp.uint32(stride)
     return sharding.like(jnp.broadcast_to(bits, x.shape), x)
+
+
+def to_bfloat16(x: jax.Array, count: jax.Array) -> jax.Array:
+    """Rounds float32 to bfloat16 without bias: an average that moves by less than half a bfloat16 a step moves on."""
+    bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
+    raised = (bits + (random_bits(x, count, 0) >> 16)) & jnp.uint32(0xFFFF0000)
+    return jax.lax.bitcast_convert_type(jnp.where(jnp.isfinite(x), raised, bits), jnp.float32).astype(jnp.bfloat16)

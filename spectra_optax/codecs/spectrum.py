@@ -12,6 +12,7 @@ across: `[..., n, b, c]`. A matrix that is cut along its last axis is transposed
 
 import dataclasses
 import math
+import numbers
 from collections.abc import Mapping
 from typing import Literal
 
@@ -23,6 +24,7 @@ from spectra_optax import arguments
 from spectra_optax.codecs.blocks import Layout, block_length
 from spectra_optax.codecs.companding import Companded
 from spectra_optax.codecs.fourier import Lowering, analyse, frequency, synthesise
+from spectra_optax.codecs.rounding import to_bfloat16
 from spectra_optax.leaves import Leaf, wide
 from spectra_optax.sharding import Slot, slot
 
@@ -52,7 +54,7 @@ class Spectrum:
     Example:
       >>> from spectra_optax import Spectrum
       >>> Spectrum(keep=0.5, mask="energy")
-      Spectrum(keep=0.5, block=64, mask='energy', refresh=10, dtype='bfloat16', seed=None, lowering='auto', values=None)
+      Spectrum(keep=0.5, block=64, mask='energy', refresh=None, dtype=None, seed=None, lowering='auto', values=None)
       >>> Spectrum(keep=2)
       Traceback (most recent call last):
       ValueError: keep must lie in (0, 1], got 2.
@@ -69,40 +71,42 @@ class Spectrum:
 
     def __post_init__(self):
         """Checks the settings and fills in those that depend on others."""
+        if not isinstance(self.keep, numbers.Real):
+            raise TypeError(f"keep must be a number, got {self.keep!r}.")
         if not 0.0 < self.keep <= 1.0:
             raise ValueError(f"keep must lie in (0, 1], got {self.keep!r}.")
-        arguments.instance("block", self.block, int)
-        if self.block < 2:
-            raise ValueError(f"block must be at least 2, got {self.block!r}.")
+        arguments.integer("block", self.block, 2)
         arguments.choice("mask", self.mask, MASKS)
         arguments.choice("lowering", self.lowering, ("auto", "fft", "matmul"))
         self._check_values()
-        self._only_for("refresh", _DYNAMIC, default=_REFRESH, smallest=1)
-        self._only_for("seed", ("random",), default=0, smallest=0)
+        self._only_for("refresh", _DYNAMIC, smallest=1)
+        self._only_for("seed", ("random",), smallest=0)
 
     def _check_values(self) -> None:
-        if self.values is not None:
-            arguments.instance("values", self.values, Companded)
-            if self.values.sign != "signed":
-                raise ValueError(f"values must be signed, as coefficients are, got {self.values}.")
-            if self.dtype is not None:
-                raise ValueError(f"dtype={self.dtype!r} has no effect with values={self.values}; give one of them.")
+        if self.dtype is not None:
+            object.__setattr__(self, "dtype", arguments.dtype_name("dtype", self.dtype, _DTYPES))
+        if self.values is None:
             return
-        name = jnp.dtype(self.dtype or "bfloat16").name
-        arguments.choice("dtype", name, _DTYPES)
-        object.__setattr__(self, "dtype", name)
+        arguments.instance("values", self.values, Companded)
+        if self.values.sign != "signed":
+            raise ValueError(f"values must be signed, as coefficients are, got {self.values}.")
+        if self.dtype is not None:
+            raise ValueError(f"dtype={self.dtype!r} has no effect with values={self.values}; give one of them.")
 
-    def _only_for(self, name: str, masks: tuple[str, ...], *, default: int, smallest: int) -> None:
+    def _only_for(self, name: str, masks: tuple[str, ...], *, smallest: int) -> None:
         value = getattr(self, name)
-        if self.mask not in masks:
-            if value is not None:
-                raise ValueError(f"{name}={value!r} has no effect with mask={self.mask!r}; it belongs to {masks}.")
+        if value is None:
             return
-        value = default if value is None else value
-        arguments.instance(name, value, int)
-        if value < smallest:
-            raise ValueError(f"{name} must be at least {smallest}, got {value!r}.")
-        object.__setattr__(self, name, value)
+        if self.mask not in masks:
+            raise ValueError(f"{name}={value!r} has no effect with mask={self.mask!r}; it belongs to {masks}.")
+        arguments.integer(name, value, smallest)
+
+    @property
+    def label(self) -> str:
+        """What shapes a state, in words: the lowering and the refresh can change from run to run."""
+        form = self.values or self.dtype or "bfloat16"
+        seed = f" {self.seed or 0}" if self.mask == "random" else ""
+        return f"keep {float(self.keep):g} of {self.block} {self.mask}{seed} {form}"
 
     @property
     def period(self) -> int:
@@ -127,7 +131,7 @@ class Spectrum:
     def first_index(self, layout: Layout) -> np.ndarray:
         """The mask to start with, int32 `[k]`, ascending."""
         if self.mask == "random":
-            drawn = np.random.default_rng(self.seed).choice(layout.block, layout.kept, replace=False)
+            drawn = np.random.default_rng(self.seed or 0).choice(layout.block, layout.kept, replace=False)
             return np.sort(drawn).astype(np.int32)
         return np.arange(layout.kept, dtype=np.int32)
 
@@ -145,12 +149,15 @@ class Spectrum:
         """The arrays that hold a leaf."""
         return ("coefficients",) if self.values is None else ("coefficients", "scales")
 
+    def _dtype(self, leaf: Leaf) -> str:
+        return "complex64" if leaf.is_complex else self.dtype or "bfloat16"
+
     def slots(self, leaf: Leaf) -> dict[str, Slot]:
         """The arrays that hold the kept coefficients of a matrix leaf, where the axis that was cut stood."""
         layout, cut, shape = self.leaf_layout(leaf), leaf.cut_axis, list(leaf.matrix_shape)
         shape[cut] = layout.coefficients.length
         if self.values is None or leaf.is_complex:
-            dtype = "complex64" if leaf.is_complex else self.dtype
+            dtype = self._dtype(leaf)
             return {"coefficients": slot(shape, dtype, leaf.matrix_axes, run={cut: layout.kept})}
         held = self.values.array_slots(shape, leaf.matrix_axes, cut)
         whole = math.lcm(layout.kept, self.values.group)  # neither a block nor a group may be cut
@@ -163,7 +170,8 @@ class Spectrum:
         """The arrays for coefficients `[..., n, k, c]`; `count` moves stochastic rounding."""
         x = self.leaf_layout(leaf).coefficients.join(coefficients, leaf.cut_axis)
         if self.values is None or leaf.is_complex:
-            return {"coefficients": x.astype("complex64" if leaf.is_complex else self.dtype)}
+            dtype = self._dtype(leaf)
+            return {"coefficients": to_bfloat16(x, count) if dtype == "bfloat16" else x.astype(dtype)}
         held = self.values.encode_array(x, leaf.cut_axis, count)
         return {"coefficients": held["codes"], "scales": held["scales"]}
 
@@ -192,7 +200,8 @@ def energies(blocks: jax.Array, layout: Layout, spectrum: Spectrum) -> jax.Array
     """Mean energy of each frequency, float32: `[..., 1, f]` over all blocks, or `[..., n, f]` if each chooses."""
     every = jnp.arange(layout.block, dtype=jnp.int32)[None]
     energy = jnp.square(jnp.abs(analyse(blocks, every, spectrum.lowering)))
-    energy = jnp.mean(energy if spectrum.mask == "topk" else jnp.mean(energy, axis=-3, keepdims=True), axis=-1)
+    energy = jnp.mean(energy, axis=-1)  # of columns first, so that shards have few numbers to share
+    energy = energy if spectrum.mask == "topk" else jnp.mean(energy, axis=-2, keepdims=True)
     members = np.expand_dims(
         frequency(np.arange(layout.block)) == np.arange(layout.frequencies)[:, None], tuple(range(energy.ndim - 1))
     )

@@ -23,7 +23,7 @@ from spectra_optax import arguments, fields
 from spectra_optax.codecs.codec import Codec
 from spectra_optax.codecs.spectrum import Spectrum
 from spectra_optax.leaves import Leaf, LeafRules, wide
-from spectra_optax.lift import FORMAT, check_settings, encode_settings, leaves_of, named
+from spectra_optax.lift import FORMAT, check_settings, check_type, described, encode_settings, leaves_of, named
 from spectra_optax.transforms.in_float32 import in_float32
 
 _DENSE = "dense"  # the tree, beside those of the codec, of the leaves that are held as they are
@@ -73,22 +73,23 @@ def compress_state(
     arguments.instance("leaves", leaves, LeafRules)
     _check_codecs(codecs)
     inner = optax.with_extra_args_support(inner)
-    label = f"spectra_optax {FORMAT} compress_state {codecs}"
+    held = ", ".join(f"{name}={getattr(codec, 'label', codec)}" for name, codec in sorted(codecs.items()))
+    label = f"spectra_optax {FORMAT} compress_state {held}"
 
     def init(params):
         def start(params):
-            state = inner.init(params)
+            treated, state, count = leaves_of(params, leaves), inner.init(params), jnp.zeros([], jnp.int32)
             _check_fields(codecs, fields.nodes(state))
-            count = jnp.zeros([], jnp.int32)
-            return CompressedState(
-                count, _encode(codecs, _decided(leaves, params), state, count), encode_settings(label)
-            )
+            held = _encode(codecs, _compressed(treated), state, count)
+            return CompressedState(count, held, encode_settings(described(label, treated)))
 
         return _without_intermediates(start, params)
 
     def update(updates, state, params=None, **extra_args):
-        check_settings(state.settings, label)
-        decided, count = _decided(leaves, updates), jnp.asarray(optax.safe_increment(state.count))
+        check_type(state, CompressedState)
+        treated, count = leaves_of(updates, leaves), jnp.asarray(optax.safe_increment(state.count))
+        check_settings(state.settings, described(label, treated))
+        decided = _compressed(treated)
         full = _decode(codecs, decided, state.inner_state, updates)
         updates, full = inner.update(updates, full, params, **extra_args)
         return updates, CompressedState(count, _encode(codecs, decided, full, count), state.settings)
@@ -127,9 +128,9 @@ def _is_tree(field: Any) -> bool:
     return any(getattr(x, "ndim", 0) for _, x in named(field)) or not jax.tree.leaves(field)
 
 
-def _decided(rules: LeafRules, tree: Any) -> dict[str, Leaf]:
+def _compressed(treated: list[Leaf]) -> dict[str, Leaf]:
     """The leaves that are compressed, by path."""
-    return {leaf.path: leaf for leaf in leaves_of(tree, rules) if leaf.is_matrix and not leaf.is_complex}
+    return {leaf.path: leaf for leaf in treated if leaf.is_matrix and not leaf.is_complex}
 
 
 def _encode(codecs: dict[str, Codec], decided: dict[str, Leaf], state: Any, count: jax.Array) -> Any:

@@ -13,7 +13,7 @@ import optax
 
 from spectra_optax import sharding
 from spectra_optax.leaves import inexact
-from spectra_optax.lift import named, wide
+from spectra_optax.lift import dtype_of, named, wide
 
 
 def in_float32(inner: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
@@ -26,7 +26,7 @@ def in_float32(inner: optax.GradientTransformation) -> optax.GradientTransformat
 
     def init(params):
         for path, x in named(params):
-            inexact(path, x.dtype)
+            inexact(path, dtype_of(path, x))
         return inner.init(jax.tree.map(_widened, params))
 
     def update(updates, state, params=None, **extra_args):
@@ -49,23 +49,34 @@ def _widened(x: Any) -> Any:
     return jax.ShapeDtypeStruct(x.shape, wide(x.dtype), sharding=sharding.of(x))
 
 
-def _check_kinds(expected: Any, state: Any) -> None:
-    """Refuses a state whose parts or arrays are of other kinds than those that `init` builds."""
+def _check_kinds(expected: Any, state: Any, path: str = "") -> None:
+    """Refuses a state whose parts or arrays are of other kinds than those that `init` builds.
+
+    A part that carries its own settings is left to the transformation that wrote them, which can say more.
+    """
     if isinstance(expected, tuple) and type(expected) is type(state) and len(expected) == len(state):
-        for one, two in zip(expected, state, strict=True):
-            _check_kinds(one, two)
+        if not hasattr(expected, "settings"):
+            names = getattr(expected, "_fields", range(len(expected)))
+            for name, one, two in zip(names, expected, state, strict=True):
+                _check_kinds(one, two, f"{path}/{name}")
     elif isinstance(expected, dict) and isinstance(state, dict):
         for key in expected.keys() & state.keys():
-            _check_kinds(expected[key], state[key])
+            _check_kinds(expected[key], state[key], f"{path}/{key}")
     elif isinstance(expected, tuple) or _kind(expected) != _kind(state):
         raise ValueError(
             "The state was built under other settings, or for other parameters than those of the gradients: "
-            f"expected {_kind(expected)}, got {_kind(state)}."
+            f"expected {_kind(expected)} at {path.strip('/') or 'its root'!r}, got {_kind(state)}."
         )
 
 
 def _kind(part: Any) -> str:
-    return f"{part.dtype}{list(part.shape)}" if hasattr(part, "dtype") else f"a {type(part).__name__}"
+    return (
+        f"{part.dtype}{list(part.shape)}"
+        if hasattr(part, "dtype")
+        else f"{type(part).__name__} of {len(part)}"
+        if isinstance(part, tuple)
+        else type(part).__name__
+    )
 
 
 def _check_alike(name: str, tree: Any, other_name: str, other: Any) -> None:

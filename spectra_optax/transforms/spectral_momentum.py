@@ -141,4 +141,4 @@ def scale_by_spectral_momentum(
     arguments.instance("spectrum", spectrum, Spectrum)
     step = functools.partial(_step, decay=arguments.decay_rate("decay", decay), spectrum=spectrum)
     slots = functools.partial(_slots, spectrum=spectrum)
-    return lift(SpectralMomentumState, slots, step, leaves, f"spectral_momentum {spectrum}")
+    return lift(SpectralMomentumState, slots, step, leaves, f"spectral_momentum {spectrum.label}")
