@@ -41,24 +41,27 @@ def nodes(state: Any) -> list[dict[str, Any]]:
     return found
 
 
-def spread(tree: Any, names: Iterable[str], rule: Callable[[str, jax.Array], tuple[Arrays, bool]]) -> dict[str, Any]:
+def spread(
+    tree: Any, names: Iterable[str], rule: Callable[[str, jax.Array], Mapping[str, tuple[jax.Array, bool]]]
+) -> dict[str, Any]:
     """Turns one tree into one for each name.
 
-    `rule(path, array)` gives the arrays by name, and whether they keep the array's box; where a name has none its tree
-    holds `optax.MaskedNode()`.
+    `rule(path, array)` gives the arrays by name, each with whether it takes the array's box; where a name has none its
+    tree holds `optax.MaskedNode()`.
     """
     flat, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_box)
     trees: dict[str, list[Any]] = {name: [] for name in names}
     for path, node in flat:
         inside, box = jax.tree.flatten(node)
-        arrays, boxed = rule(path_name(path), inside[0]) if inside else ({}, False)
+        arrays = rule(path_name(path), inside[0]) if inside else {}
         for name, leaves in trees.items():
             if not inside:
                 leaves.append(node)
             elif name not in arrays:
                 leaves.append(optax.MaskedNode())
             else:
-                leaves.append(box.unflatten([arrays[name]]) if boxed else arrays[name])
+                array, boxed = arrays[name]
+                leaves.append(box.unflatten([array]) if boxed else array)
     return {name: treedef.unflatten(leaves) for name, leaves in trees.items()}
 
 

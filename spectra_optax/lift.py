@@ -131,7 +131,8 @@ def unboxed(tree: Any) -> Any:
 
 def described(label: str, decided: list[Leaf]) -> str:
     """A label with a checksum of how the leaves are treated, which functions of a path leave no other trace of."""
-    treated = [(leaf.kind, leaf.rows, leaf.cols) for leaf in decided]
+    from_end = lambda leaf, axes: [axis - len(leaf.shape) for axis in axes]  # the same for a leaf and a stack of it
+    treated = [(leaf.kind, from_end(leaf, leaf.rows), from_end(leaf, leaf.cols)) for leaf in decided]
     return f"{label}, leaves {zlib.crc32(repr(treated).encode()):08x}"
 
 
@@ -192,7 +193,7 @@ def _start(s: Slot | None, node: Any) -> Any:
     if s is None:
         return optax.MaskedNode()
     value = sharding.start(s, arrays[0])
-    return box.unflatten([value]) if s.axes == tuple(range(len(arrays[0].shape))) else value
+    return box.unflatten([value]) if sharding.fits(s, arrays[0].shape) else value
 
 
 def _arrays(field: str, tree: Any, decided: list[tuple[Leaf, Slot | None]]) -> list[jax.Array | None]:

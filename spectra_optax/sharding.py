@@ -13,6 +13,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
+USUAL_SHARDS = 8  # on an axis, and a divisor of the greater numbers
+
 
 class Slot(NamedTuple):
     """One array of a leaf's state.
@@ -54,6 +56,16 @@ def start(s: Slot, param: Any) -> jax.Array:
     if isinstance(s.value, float) and s.value == 0:
         return zeros
     return zeros + jnp.broadcast_to(jnp.asarray(s.value, s.dtype), s.shape)
+
+
+def fits(s: Slot, shape: Sequence[int]) -> bool:
+    """Whether names of mesh axes written for a parameter of this shape can be laid on the slot as they are.
+
+    Where the slot is shorter, a usual number of shards must find whole runs; which mesh it will be is not known yet.
+    """
+    if s.axes != tuple(range(len(shape))):
+        return False
+    return all(n == m or n // run % USUAL_SHARDS == 0 for n, m, run in zip(s.shape, shape, s.run, strict=True))
 
 
 def of(x: Any) -> Any:

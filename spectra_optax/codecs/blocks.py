@@ -47,7 +47,6 @@ class Layout:
         return x if axis == -2 else jnp.swapaxes(x, -1, -2)
 
 
-_SHARDS = 8  # a usual number, and a divisor of the greater ones
 _TILE = 8  # rows of a TPU's tile
 
 
@@ -59,6 +58,8 @@ def block_length(length: int, block: int) -> int:
     if length <= block:
         return length
     divisors = [b for b in range(block, (block - 1) // 2, -1) if length % b == 0]
-    if length >= _SHARDS * block:
-        divisors.sort(key=lambda b: (length // b % _SHARDS != 0, b % _TILE != 0))  # stable: the longest first
+    if length >= sharding.USUAL_SHARDS * block:
+        divisors.sort(
+            key=lambda b: (length // b % sharding.USUAL_SHARDS != 0, b % _TILE != 0)
+        )  # stable: the longest first
     return divisors[0] if divisors else block

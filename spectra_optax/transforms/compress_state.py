@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from spectra_optax import arguments, fields
+from spectra_optax import arguments, fields, sharding
 from spectra_optax.codecs.codec import Codec
 from spectra_optax.codecs.spectrum import Spectrum
 from spectra_optax.leaves import Leaf, LeafRules, wide
@@ -35,7 +35,7 @@ _FIRST = ("mu", "trace", "m", "m1", "m2", "g")
 class CompressedState(NamedTuple):
     """State of `compress_state`."""
 
-    count: jax.Array  # int32 []
+    step: jax.Array  # int32 [], how many updates were made; not `count`, which is the inner transformation's
     inner_state: Any  # the inner state; each compressed field a dict of trees: the codec's arrays, and "dense"
     settings: jax.Array  # uint8 [n], what the state was built with
 
@@ -87,7 +87,7 @@ def compress_state(
 
     def update(updates, state, params=None, **extra_args):
         check_type(state, CompressedState)
-        treated, count = leaves_of(updates, leaves), jnp.asarray(optax.safe_increment(state.count))
+        treated, count = leaves_of(updates, leaves), jnp.asarray(optax.safe_increment(state.step))
         check_settings(state.settings, described(label, treated))
         decided = _compressed(treated)
         full = _decode(codecs, decided, state.inner_state, updates)
@@ -144,9 +144,10 @@ def _encode_field(codec: Codec, decided: dict[str, Leaf], tree: Any, count: jax.
     def rule(path, x):
         leaf = decided.get(path)
         if leaf is None or leaf.shape != x.shape:
-            return {_DENSE: x}, True
-        follows = all(s.axes == tuple(range(x.ndim)) for s in codec.slots(leaf).values())
-        return _encoded(codec, leaf, x, count), follows
+            return {_DENSE: (x, True)}
+        slots = codec.slots(leaf)
+        arrays = _encoded(codec, leaf, x, count)
+        return {name: (array, sharding.fits(slots[name], x.shape)) for name, array in arrays.items()}
 
     return fields.spread(tree, (_DENSE, *codec.names), rule)
 
