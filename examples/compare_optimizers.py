@@ -23,31 +23,59 @@ from tqdm import tqdm
 from lm.comparison import Run, append_run, best_rate, markdown, read_runs
 from lm.data import BYTE, load_corpus
 from lm.model import ModelConfig
-from lm.optimizers import OPTIMIZERS
+from lm.optimizers import adapted, optimizer_named
 from lm.settings import require_same, settings_of
 from lm.training import Recipe, train
 from spectra_optax import Spectrum, spectra_adamw
 
+# Those of Optax whose compressed selves are compared with them.
+PEERS = (
+    "nadam",
+    "radam",
+    "adabelief",
+    "adan",
+    "rmsprop",
+    "yogi",
+    "lamb",
+    "ademamix",
+    "adopt",
+    "muon",
+    "schedule_free_adamw",
+)
+
 
 class Entry(NamedTuple):
-    """A row of the table: an optimizer and the decay of its momentum."""
+    """A row of the table: an optimizer, the decay of its momentum, the dtype of the parameters."""
 
     make_optimizer: Callable
     b1: float = 0.9
+    weights: str = Recipe.weights
+
+
+def _spectra(**settings) -> Entry:
+    return Entry(adapted(partial(spectra_adamw, momentum=Spectrum(**settings))))
 
 
 ENTRIES = {
-    "adamw_b1_0.5": Entry(OPTIMIZERS["adamw"], b1=0.5),
-    "adamw_b1_0.8": Entry(OPTIMIZERS["adamw"], b1=0.8),
-    "adamw_b1_0.9": Entry(OPTIMIZERS["adamw"], b1=0.9),
-    "spectra_lowpass": Entry(OPTIMIZERS["spectra_adamw"]),
-    "spectra_full": Entry(OPTIMIZERS["spectra_adamw_full"]),
+    "adamw_b1_0.5": Entry(optimizer_named("adamw"), b1=0.5),
+    "adamw_b1_0.8": Entry(optimizer_named("adamw"), b1=0.8),
+    "adamw_b1_0.9": Entry(optimizer_named("adamw"), b1=0.9),
+    "spectra_lowpass": Entry(optimizer_named("spectra_adamw")),
+    "spectra_full": Entry(optimizer_named("spectra_adamw_full")),
     # With b1 = 0 the momentum is the update itself, so what it stores has no effect.
-    "no_momentum": Entry(OPTIMIZERS["spectra_adamw_full"], b1=0.0),
-    "spectra_random": Entry(partial(spectra_adamw, momentum=Spectrum(mask="random"))),
-    "spectra_energy": Entry(partial(spectra_adamw, momentum=Spectrum(mask="energy"))),
-    "spectra_topk": Entry(partial(spectra_adamw, momentum=Spectrum(mask="topk"))),
-    "spectra_lowpass_eighth": Entry(partial(spectra_adamw, momentum=Spectrum(keep=1 / 8))),
+    "no_momentum": Entry(optimizer_named("spectra_adamw_full"), b1=0.0),
+    "spectra_random": _spectra(mask="random"),
+    "spectra_energy": _spectra(mask="energy"),
+    "spectra_topk": _spectra(mask="topk"),
+    "spectra_lowpass_eighth": _spectra(keep=1 / 8),
+    "spectra_8bit": Entry(optimizer_named("spectra_adamw_8bit")),
+    "spectra_8bit_split": Entry(optimizer_named("spectra_adamw_split"), weights="bfloat16"),
+    "flash_adamw": Entry(optimizer_named("flash_adamw"), weights="bfloat16"),
+    **{
+        f"flash_{name}": Entry(optimizer_named(f"flash_{name}"), weights="bfloat16") for name in ("adam", "lion", "sgd")
+    },
+    **{name: Entry(optimizer_named(name)) for name in ("adam", "lion", "sgd", *PEERS)},
+    **{f"8bit_{name}": Entry(optimizer_named(f"8bit_{name}")) for name in PEERS},
 }
 NAMES = list(ENTRIES)
 RATES = [5e-4, 1e-3, 2e-3, 4e-3, 8e-3]
@@ -119,7 +147,7 @@ def _corpus(recipe: Recipe):
 
 def _settings(recipe: Recipe) -> dict:
     settings = settings_of(recipe, _corpus(recipe))
-    del settings["b1"]  # Each entry has its own.
+    del settings["b1"], settings["weights"]  # Each entry has its own.
     return settings
 
 
@@ -156,7 +184,7 @@ def _run_missing(cells: list[Cell], recipe: Recipe, results: Path, pool: Process
 
 def _run_cell(cell: Cell, recipe: Recipe) -> Run:
     entry = ENTRIES[cell.entry]
-    recipe = dataclasses.replace(recipe, b1=entry.b1)
+    recipe = dataclasses.replace(recipe, b1=entry.b1, weights=entry.weights)
     result = train(recipe, _corpus(recipe), entry.make_optimizer, learning_rate=cell.rate, seed=cell.seed)
     return Run(
         **cell._asdict(),

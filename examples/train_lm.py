@@ -20,7 +20,7 @@ from tqdm import tqdm
 from lm.checkpoints import RunCheckpoints
 from lm.data import BYTE, TOKENS, load_corpus
 from lm.model import ModelConfig
-from lm.optimizers import OPTIMIZERS, optimizer_named
+from lm.optimizers import NAMES, optimizer_named
 from lm.report import plot, table, write_json
 from lm.settings import settings_of
 from lm.training import SMOOTHING, History, Recipe, train
@@ -36,12 +36,15 @@ def option(help: str, panel: str, **limits):
 
 @app.command()
 def main(
-    optimizer: Annotated[list[str], option(f"Repeatable; of {', '.join(OPTIMIZERS)}.", "Optimizer")] = COMPARED,
+    optimizer: Annotated[list[str], option(f"Repeatable; {NAMES}.", "Optimizer")] = COMPARED,
     learning_rate: Annotated[float, option("Peak, after the warm-up.", "Optimizer", min=0)] = 1e-3,
     b1: Annotated[float, option("Decay of the momentum.", "Optimizer")] = Recipe.b1,
     b2: Annotated[float, option("Decay of the second moment.", "Optimizer")] = Recipe.b2,
     weight_decay: Annotated[float, option("Of matrices.", "Optimizer")] = Recipe.weight_decay,
     clip: Annotated[float, option("Global norm that gradients are clipped to.", "Optimizer")] = Recipe.clip,
+    weights: Annotated[
+        str, option("float32, or bfloat16 with a split or flash optimizer.", "Optimizer")
+    ] = Recipe.weights,
     steps: Annotated[int, option("Training steps.", "Run")] = Recipe.steps,
     batch: Annotated[int, option("Sequences per step.", "Run")] = Recipe.batch,
     seed: Annotated[int, option("Of the weights and the order of the text.", "Run", min=0)] = 0,
@@ -60,7 +63,7 @@ def main(
         factories = {name: optimizer_named(name) for name in optimizer}
         corpus = load_corpus(text, tokens, context)
         model = ModelConfig(corpus.vocabulary, layers, width, heads, context)
-        recipe = Recipe(model, steps, batch, b1, b2, weight_decay, clip)
+        recipe = Recipe(model, steps, batch, b1, b2, weight_decay, clip, weights)
         settings = settings_of(recipe, corpus, learning_rate=learning_rate, seed=seed)
         folders = {name: RunCheckpoints(out / name, settings, every=checkpoint_every, last=steps) for name in factories}
         prepare(folders, resume)

@@ -93,6 +93,7 @@ def init_params(config: ModelConfig, seed: int) -> nnx.State:
 
 def mean_loss(config: ModelConfig, params: nnx.State, windows: jax.Array) -> jax.Array:
     """Mean cross entropy, in nats per token, of the tokens of `windows` `[batch, time + 1]` but the first."""
+    params = jax.tree.map(lambda param: param.astype("float32"), params)  # whatever they are kept in
     graph = nnx.graphdef(nnx.eval_shape(lambda: GPT(config, nnx.Rngs(0))))
     logits = nnx.merge(graph, params)(windows[:, :-1])
     return optax.softmax_cross_entropy_with_integer_labels(logits, windows[:, 1:]).mean()

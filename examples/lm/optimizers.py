@@ -1,18 +1,64 @@
 """The optimizers that can be asked for by name.
 
-Each entry takes `(learning_rate, *, b1, b2, weight_decay, mask)`, as `optax.adamw` does.
+Each entry takes `(learning_rate, *, b1, b2, weight_decay, mask)`, as `optax.adamw` does, and uses what it has use for.
 """
 
-from functools import partial
+import functools
+import inspect
+from collections.abc import Callable
 
+import jax
+import jax.numpy as jnp
 import optax
 
-from spectra_optax import FullMomentum, spectra_adamw
+from spectra_optax import (
+    Companded,
+    FullMomentum,
+    Spectrum,
+    compress_state,
+    flash_adam,
+    flash_adamw,
+    flash_lion,
+    flash_sgd,
+    spectra_adamw,
+    split_master_weights,
+)
+
+MakeOptimizer = Callable[..., optax.GradientTransformation]
+EIGHT_BITS = "8bit_"
+# What Optax's states call their averages of gradients, and of squares.
+SIGNED, UNSIGNED = ("mu", "trace", "m", "v", "m1", "m2"), ("nu", "nu_max", "n")
 
 
-def _adafactor(learning_rate, *, b1, b2, weight_decay, mask) -> optax.GradientTransformation:
+def adapted(factory: MakeOptimizer) -> MakeOptimizer:
+    """A factory called with the hyperparameters that it takes; momentum is `b1` by another name."""
+    accepted = inspect.signature(factory).parameters
+
+    @functools.wraps(factory)
+    def make(learning_rate, *, b1, b2, weight_decay, mask):
+        given = {"b1": b1, "b2": b2, "momentum": b1, "weight_decay": weight_decay, "mask": mask}
+        return factory(learning_rate, **{name: value for name, value in given.items() if name in accepted})
+
+    return make
+
+
+def in_8_bits(factory: MakeOptimizer) -> MakeOptimizer:
+    """The same optimizer with every average in its state companded."""
+
+    @functools.wraps(factory)
+    def make(*args, **kwargs):
+        inner = factory(*args, **kwargs)
+        state = jax.eval_shape(inner.init, jnp.zeros([]))
+        has = lambda name: bool(optax.tree.get_all_with_path(state, name))
+        signed = {name: Companded() for name in SIGNED if has(name)}
+        unsigned = {name: Companded("unsigned") for name in UNSIGNED if has(name)}
+        return compress_state(inner, **signed, **unsigned)
+
+    return make
+
+
+def _adafactor(learning_rate, *, weight_decay, mask) -> optax.GradientTransformation:
     """`optax.adafactor` without momentum, but with AdamW's weight decay, so that the two can be compared."""
-    del b1, b2  # No momentum, and the decay of its second moment has a schedule of its own.
     return optax.chain(
         optax.scale_by_factored_rms(),
         optax.clip_by_block_rms(1.0),
@@ -21,16 +67,35 @@ def _adafactor(learning_rate, *, b1, b2, weight_decay, mask) -> optax.GradientTr
     )
 
 
+def _split_spectra_adamw(learning_rate, *, b1, b2, weight_decay, mask) -> optax.GradientTransformation:
+    momentum = Spectrum(values=Companded())
+    inner = spectra_adamw(learning_rate, b1, b2, weight_decay=weight_decay, mask=mask, momentum=momentum)
+    return split_master_weights(inner)
+
+
 OPTIMIZERS = {
     "adamw": optax.adamw,
     "spectra_adamw": spectra_adamw,
-    "spectra_adamw_full": partial(spectra_adamw, momentum=FullMomentum()),
+    "spectra_adamw_full": functools.partial(spectra_adamw, momentum=FullMomentum()),
+    "spectra_adamw_8bit": functools.partial(spectra_adamw, momentum=Spectrum(values=Companded())),
+    "spectra_adamw_split": _split_spectra_adamw,
+    "flash_adamw": flash_adamw,
+    "flash_adam": flash_adam,
+    "flash_lion": flash_lion,
+    "flash_sgd": flash_sgd,
     "adafactor": _adafactor,
 }
+NAMES = f"{', '.join(OPTIMIZERS)}, the name of any of Optax's, or that after {EIGHT_BITS!r} for a compressed state"
 
 
-def optimizer_named(name: str):
+@functools.cache  # equal factories share a compiled step
+def optimizer_named(name: str) -> MakeOptimizer:
     """The factory called `name`, or a `ValueError` that lists the accepted names."""
-    if name not in OPTIMIZERS:
-        raise ValueError(f"optimizer must be one of {', '.join(OPTIMIZERS)}, got {name!r}")
-    return OPTIMIZERS[name]
+    if name in OPTIMIZERS:
+        return adapted(OPTIMIZERS[name])
+    plain = name.removeprefix(EIGHT_BITS)
+    factory = getattr(optax, plain, None) or getattr(optax.contrib, plain, None)
+    takes_rate = inspect.isfunction(factory) and "learning_rate" in inspect.signature(factory).parameters
+    if not takes_rate:
+        raise ValueError(f"optimizer must be one of {NAMES}; got {name!r}")
+    return in_8_bits(adapted(factory)) if name.startswith(EIGHT_BITS) else adapted(factory)

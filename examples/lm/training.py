@@ -11,7 +11,7 @@ import jax
 import numpy as np
 import optax
 
-from spectra_optax import state_bytes
+from spectra_optax import state_bytes, with_master_weights
 
 from .data import Corpus
 from .model import ModelConfig, init_params, mean_loss
@@ -35,6 +35,7 @@ class Recipe:
       b2: Decay of the optimizer's second moment.
       weight_decay: Decay of the matrices, times the learning rate; vectors do not decay.
       clip: Gradients are scaled down to this global norm before any optimizer sees them.
+      weights: Dtype of the parameters, "float32" or "bfloat16"; the latter needs an optimizer that completes them.
       warmup: Part of the steps in which the learning rate rises; after it, a cosine takes it to a tenth.
       evaluations: How often the validation loss is measured, the last time at the end.
       validation_windows: Size of the validation set, of which evaluations before the last take every eighth window.
@@ -47,6 +48,7 @@ class Recipe:
     b2: float = 0.95
     weight_decay: float = 0.1
     clip: float = 1.0
+    weights: str = "float32"
     warmup: float = 0.1
     evaluations: int = 5
     validation_windows: int = 512
@@ -60,6 +62,8 @@ class Recipe:
                 raise ValueError(f"{name} must be in [0, 1), got {getattr(self, name)}")
         if self.weight_decay < 0:
             raise ValueError(f"weight_decay must not be negative, got {self.weight_decay}")
+        if self.weights not in ("float32", "bfloat16"):
+            raise ValueError(f"weights must be float32 or bfloat16, got {self.weights!r}")
         if self.clip <= 0:
             raise ValueError(f"clip must be positive, got {self.clip}")
 
@@ -194,8 +198,11 @@ def _matrices(params):
 
 def init_state(recipe: Recipe, make_optimizer: MakeOptimizer, seed: int) -> TrainState:
     """The state before the first step."""
-    params = init_params(recipe.model, seed)
-    state = TrainState(params, optimizer(recipe, make_optimizer, 0.0).init(params))
+    master, tx = init_params(recipe.model, seed), optimizer(recipe, make_optimizer, 0.0)
+    params = jax.tree.map(lambda weight: weight.astype(recipe.weights), master)
+    state = TrainState(params, tx.init(params))
+    if recipe.weights != "float32":
+        state = TrainState(*with_master_weights(master, *state))
     # Committed to its device, as a restored state is, so that a resumed run does not compile anew.
     return jax.device_put(state, jax.devices()[0])
 
