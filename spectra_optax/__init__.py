@@ -6,6 +6,10 @@ from spectra_optax.codecs.codec import Codec as Codec
 from spectra_optax.codecs.companding import Companded as Companded
 from spectra_optax.codecs.factored import Factored as Factored
 from spectra_optax.codecs.spectrum import Spectrum as Spectrum
+from spectra_optax.flash import flash_adam as flash_adam
+from spectra_optax.flash import flash_adamw as flash_adamw
+from spectra_optax.flash import flash_lion as flash_lion
+from spectra_optax.flash import flash_sgd as flash_sgd
 from spectra_optax.leaves import LeafRules as LeafRules
 from spectra_optax.memory import (
     MemoryRow as MemoryRow,
@@ -36,5 +40,9 @@ from spectra_optax.transforms.spectral_momentum import (
 from spectra_optax.transforms.spectral_momentum import (
     scale_by_spectral_momentum as scale_by_spectral_momentum,
 )
+from spectra_optax.transforms.split_weights import SplitWeightsState as SplitWeightsState
+from spectra_optax.transforms.split_weights import master_weights as master_weights
+from spectra_optax.transforms.split_weights import split_master_weights as split_master_weights
+from spectra_optax.transforms.split_weights import with_master_weights as with_master_weights
 
 __version__ = version("spectra-optax")

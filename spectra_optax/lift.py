@@ -57,7 +57,8 @@ def lift(
         decided = iter([slots(leaf) for leaf in treated])
         decided = [next(decided) if jax.tree.leaves(node) else {} for node in nodes]
         trees = (
-            treedef.unflatten([_start(s.get(f), node) for s, node in zip(decided, nodes, strict=True)]) for f in fields
+            treedef.unflatten([start_beside(s.get(f), node) for s, node in zip(decided, nodes, strict=True)])
+            for f in fields
         )
         return state_type(jnp.zeros([], jnp.int32), *trees, encode_settings(described(label, treated)))
 
@@ -185,8 +186,8 @@ def _name(key: Any) -> str:
     return str(key)
 
 
-def _start(s: Slot | None, node: Any) -> Any:
-    """The first value of a slot beside the parameter (or box) `node`."""
+def start_beside(s: Slot | None, node: Any) -> Any:
+    """The first value of a slot beside the parameter (or box) `node`, boxed where the box fits it."""
     arrays, box = jax.tree.flatten(node)
     if not arrays:
         return node
@@ -244,6 +245,3 @@ def aligned_mask(mask: Any) -> Any:
         return mask
 
     return fitted
-
-
-_is_box, _encode = is_box, encode_settings  # TEMPORARY

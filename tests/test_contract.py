@@ -35,6 +35,10 @@ from spectra_optax import (
     clip_by_block_rms,
     compress_state,
     fields,
+    flash_adam,
+    flash_adamw,
+    flash_lion,
+    flash_sgd,
     memory_table,
     scale_by_factored_rms,
     scale_by_spectral_momentum,
@@ -109,6 +113,11 @@ def compressed_adamw(learning_rate, b1=0.9, b2=0.999, eps=1e-8, *, weight_decay=
     return compress_state(inner, mu=Companded(), nu=Companded("unsigned"), leaves=leaves)
 
 
+def flash(factory, *exemptions, **settings):
+    exempt = functools.reduce(operator.or_, exemptions, CODES)
+    return Entry(functools.partial(factory, leaves=SMALL, **settings), exempt, largest=1e18)
+
+
 def piece(factory, *exemptions, **settings):
     exempt = functools.reduce(operator.or_, exemptions, NO_DECAY | NO_LEARNING_RATE)
     return Entry(functools.partial(factory, leaves=SMALL, **settings), exempt)
@@ -125,6 +134,10 @@ TABLE = {
     "compress_state": Entry(
         functools.partial(compressed_adamw, learning_rate=1e-2), OPTAX_MASKS | OPTAX_DECAYS | CODES, largest=1e18
     ),
+    "flash_adamw": flash(flash_adamw, learning_rate=1e-2),
+    "flash_adam": flash(flash_adam, NO_DECAY, learning_rate=1e-2),
+    "flash_sgd": flash(flash_sgd, learning_rate=1e-2, momentum=0.9, weight_decay=1e-4),
+    "flash_lion": flash(flash_lion, learning_rate=1e-2),
     "scale_by_factored_rms": piece(scale_by_factored_rms),
     "clip_by_block_rms": piece(clip_by_block_rms, NO_SECOND_MOMENT, NO_STATE),
     "scale_by_spectral_momentum/lowpass": piece(

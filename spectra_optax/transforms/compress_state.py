@@ -141,7 +141,7 @@ def _encode(codecs: dict[str, Codec], decided: dict[str, Leaf], state: Any, coun
 
 
 def _encode_field(codec: Codec, decided: dict[str, Leaf], tree: Any, count: jax.Array) -> dict[str, Any]:
-    def rule(path, x):
+    def rule(path: str, x: jax.Array) -> dict[str, tuple[jax.Array, bool]]:
         leaf = decided.get(path)
         if leaf is None or leaf.shape != x.shape:
             return {_DENSE: (x, True)}
@@ -185,14 +185,16 @@ def _decoded(codec: Codec, leaf: Leaf, arrays: dict[str, jax.Array]) -> jax.Arra
 def _without_intermediates(init: Callable[[Any], CompressedState], params: Any) -> CompressedState:
     """Runs `init` as one program where that keeps the layout: on one device, where the full state would hurt."""
     nodes, treedef = jax.tree.flatten(params)
-    placed = [isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) for x in nodes]
-    devices = {device for x, is_array in zip(nodes, placed, strict=True) if is_array for device in x.devices()}
-    if len(devices) > 1 or any(isinstance(x, jax.core.Tracer) for x in nodes) or not nodes:
+    layouts = [sharding.of(x) for x in nodes]
+    traced = any(isinstance(getattr(layout, "mesh", None), jax.sharding.AbstractMesh) for layout in layouts)
+    devices = set() if traced else {d for layout in layouts if layout is not None for d in layout.device_set}
+    if not nodes or traced or len(devices) > 1:
         return init(params)
-    arrays = [x for x, is_array in zip(nodes, placed, strict=True) if is_array]
+    is_array = [isinstance(x, jax.Array) for x in nodes]  # others are shapes, which no program takes
 
     def start(arrays):
         held = iter(arrays)
-        return init(treedef.unflatten(next(held) if is_array else x for x, is_array in zip(nodes, placed, strict=True)))
+        return init(treedef.unflatten(next(held) if is_one else x for x, is_one in zip(nodes, is_array, strict=True)))
 
-    return jax.jit(start)(arrays)
+    with jax.default_device(next(iter(devices), None)):
+        return jax.jit(start)([x for x, is_one in zip(nodes, is_array, strict=True) if is_one])

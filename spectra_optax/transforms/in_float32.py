@@ -6,6 +6,7 @@ Adam's eps is 0 in float16, and a second moment in bfloat16 stops following; in 
 Wider and complex dtypes pass unchanged. No state of its own.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -27,19 +28,34 @@ def in_float32(inner: optax.GradientTransformation) -> optax.GradientTransformat
     def init(params):
         for path, x in named(params):
             inexact(path, dtype_of(path, x))
-        return inner.init(jax.tree.map(_widened, params))
+        return first_state(inner.init, params)
 
     def update(updates, state, params=None, **extra_args):
         if params is not None:
-            _check_alike("updates", updates, "params", params)
+            check_alike("updates", updates, "params", params)
         _check_kinds(jax.eval_shape(init, updates if params is None else params), state)
         wide_updates, wide_params = (jax.tree.map(lambda x: x.astype(wide(x.dtype)), t) for t in (updates, params))
         new_updates, new_state = inner.update(wide_updates, state, wide_params, **extra_args)
-        _check_alike("updates", updates, "the state's parameters", new_updates)
-        _check_alike("the state", state, "the state after this update", new_state)
+        check_alike("updates", updates, "the state's parameters", new_updates)
+        check_alike("the state", state, "the state after this update", new_state)
         return jax.tree.map(lambda u, g: u.astype(g.dtype), new_updates, updates), new_state
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def first_state(init: Callable[[Any], Any], params: Any) -> Any:
+    """The inner state of float32 parameters.
+
+    Most need shapes only, and a float32 copy of all parameters may be the largest allocation of all. Some need arrays:
+    `optax.contrib.schedule_free` keeps them, `optax.inject_hyperparams` takes their dtypes.
+    """
+    try:
+        state = init(jax.tree.map(_widened, params))
+        if not any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(state)):
+            return state
+    except (TypeError, AttributeError):  # what a shape raises where an array is needed
+        pass
+    return init(jax.tree.map(lambda x: x.astype(wide(x.dtype)), params))
 
 
 def _widened(x: Any) -> Any:
@@ -79,7 +95,8 @@ def _kind(part: Any) -> str:
     )
 
 
-def _check_alike(name: str, tree: Any, other_name: str, other: Any) -> None:
+def check_alike(name: str, tree: Any, other_name: str, other: Any) -> None:
+    """Refuses trees of which a leaf differs in path or shape."""
     ours, theirs = ([(path, x.shape) for path, x in named(t)] for t in (tree, other))
     for one, two in zip(ours, theirs, strict=False):
         if one != two:
