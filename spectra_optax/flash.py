@@ -7,8 +7,10 @@ Bytes per 16-bit parameter, weight and 16-bit gradient included, on large matric
     adam, adamw    2 + 1 + 2 + 2.125 = 7.125    (float32: 16)
     sgd, lion      2 + 1 + 2 + 1.0625 = 6.0625  (float32: 12)
 
-Parameters in float32 are their own master weights and keep only the 8-bit states. For any other optimizer put the two
-wrappers around it yourself. Source: Gonzalez Ortiz et al. 2026 (arXiv:2602.23349).
+Behind 16-bit parameters are weights of 24 bits; parameters in float32 are their own and get the 8-bit states alone. For
+weights of 32 bits, other codes or any other optimizer put the two wrappers around it yourself.
+
+Source: Gonzalez Ortiz et al. 2026 (arXiv:2602.23349).
 """
 
 from typing import Any
@@ -18,7 +20,6 @@ import optax
 from spectra_optax import arguments
 from spectra_optax.arguments import Scalar
 from spectra_optax.codecs.companding import Companded
-from spectra_optax.codecs.weight_split import Bits
 from spectra_optax.leaves import LeafRules
 from spectra_optax.lift import aligned_mask
 from spectra_optax.transforms.compress_state import compress_state
@@ -35,7 +36,6 @@ def flash_adamw(
     *,
     weight_decay: Scalar = 1e-4,
     mask: Any = None,
-    master_bits: Bits = 24,
     leaves: LeafRules = LeafRules(),
 ) -> optax.GradientTransformationExtraArgs:
     """`optax.adamw` at 7 bytes per parameter instead of 16, gradients and weights included.
@@ -47,7 +47,6 @@ def flash_adamw(
       eps: added to the root of the second moment.
       weight_decay: decoupled, multiplied by the learning rate; decays the full-precision weights.
       mask: which leaves decay: a tree of booleans like the parameters, a prefix of it, or a function of the parameters.
-      master_bits: of the weights behind 16-bit parameters: 24 or 32. Leaves in float32 are left as they are.
       leaves: which leaves have their moments in 8 bits; name those that should not, such as a head, in `dense`.
 
     Returns:
@@ -55,7 +54,7 @@ def flash_adamw(
       last in a chain; `master_weights` and `with_master_weights` read and set the full-precision weights.
 
     Raises:
-      ValueError: if `b1` or `b2` is outside [0, 1), `eps` is not above 0 or `master_bits` is neither 24 nor 32.
+      ValueError: if `b1` or `b2` is outside [0, 1) or `eps` is not above 0.
       TypeError: if a parameter is not floating or complex.
 
     Example:
@@ -71,7 +70,7 @@ def flash_adamw(
     b1, b2 = arguments.decay_rate("b1", b1), arguments.decay_rate("b2", b2)
     eps, mask = arguments.positive("eps", eps), aligned_mask(mask)
     inner = optax.adamw(learning_rate, b1, b2, eps, weight_decay=weight_decay, mask=mask)
-    return split_leaves(compress_state(inner, leaves=leaves, **_MOMENTS), master_bits, None)
+    return split_leaves(compress_state(inner, leaves=leaves, **_MOMENTS), 24, None)
 
 
 def flash_adam(
@@ -81,7 +80,6 @@ def flash_adam(
     eps: Scalar = 1e-8,
     *,
     nesterov: bool = False,
-    master_bits: Bits = 24,
     leaves: LeafRules = LeafRules(),
 ) -> optax.GradientTransformationExtraArgs:
     """`optax.adam` at 7 bytes per parameter instead of 16, gradients and weights included.
@@ -92,7 +90,6 @@ def flash_adam(
       b2: decay of the second moment, in [0, 1).
       eps: added to the root of the second moment.
       nesterov: whether the momentum looks ahead.
-      master_bits: as in `flash_adamw`.
       leaves: as in `flash_adamw`.
 
     Returns:
@@ -100,7 +97,7 @@ def flash_adam(
     """
     b1, b2 = arguments.decay_rate("b1", b1), arguments.decay_rate("b2", b2)
     inner = optax.adam(learning_rate, b1, b2, arguments.positive("eps", eps), nesterov=nesterov)
-    return split_leaves(compress_state(inner, leaves=leaves, **_MOMENTS), master_bits, None)
+    return split_leaves(compress_state(inner, leaves=leaves, **_MOMENTS), 24, None)
 
 
 def flash_sgd(
@@ -110,7 +107,6 @@ def flash_sgd(
     *,
     weight_decay: Scalar = 0.0,
     mask: Any = None,
-    master_bits: Bits = 24,
     leaves: LeafRules = LeafRules(),
 ) -> optax.GradientTransformationExtraArgs:
     """`optax.sgd` at 6 bytes per parameter instead of 12, gradients and weights included.
@@ -121,15 +117,13 @@ def flash_sgd(
       nesterov: whether the trace looks ahead; only with `momentum`.
       weight_decay: decoupled, multiplied by the learning rate; decays the full-precision weights.
       mask: which leaves decay, as in `flash_adamw`.
-      master_bits: as in `flash_adamw`.
       leaves: as in `flash_adamw`.
 
     Returns:
       An Optax transformation, as `flash_adamw`.
 
     Raises:
-      ValueError: if `momentum` is outside [0, 1), `nesterov` or `mask` could have no effect, or `master_bits` is
-        neither 24 nor 32.
+      ValueError: if `momentum` is outside [0, 1), or `nesterov` or `mask` could have no effect.
       TypeError: if a parameter is not floating or complex.
     """
     if nesterov and momentum is None:
@@ -144,7 +138,7 @@ def flash_sgd(
     inner = optax.chain(*pieces, optax.scale_by_learning_rate(learning_rate))
     if momentum is not None:
         inner = compress_state(inner, leaves=leaves, trace=Companded())
-    return split_leaves(inner, master_bits, None)
+    return split_leaves(inner, 24, None)
 
 
 def flash_lion(
@@ -154,7 +148,6 @@ def flash_lion(
     *,
     weight_decay: Scalar = 1e-3,
     mask: Any = None,
-    master_bits: Bits = 24,
     leaves: LeafRules = LeafRules(),
 ) -> optax.GradientTransformationExtraArgs:
     """`optax.lion` at 6 bytes per parameter instead of 12, gradients and weights included.
@@ -165,16 +158,15 @@ def flash_lion(
       b2: decay of the momentum, in [0, 1).
       weight_decay: decoupled, multiplied by the learning rate; decays the full-precision weights.
       mask: which leaves decay, as in `flash_adamw`.
-      master_bits: as in `flash_adamw`.
       leaves: as in `flash_adamw`.
 
     Returns:
       An Optax transformation, as `flash_adamw`.
 
     Raises:
-      ValueError: if `b1` or `b2` is outside [0, 1) or `master_bits` is neither 24 nor 32.
+      ValueError: if `b1` or `b2` is outside [0, 1).
       TypeError: if a parameter is not floating or complex.
     """
     b1, b2 = arguments.decay_rate("b1", b1), arguments.decay_rate("b2", b2)
     inner = optax.lion(learning_rate, b1, b2, weight_decay=weight_decay, mask=aligned_mask(mask))
-    return split_leaves(compress_state(inner, leaves=leaves, mu=Companded()), master_bits, None)
+    return split_leaves(compress_state(inner, leaves=leaves, mu=Companded()), 24, None)

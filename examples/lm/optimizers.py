@@ -34,7 +34,6 @@ def adapted(factory: MakeOptimizer) -> MakeOptimizer:
     """A factory called with the hyperparameters that it takes; momentum is `b1` by another name."""
     accepted = inspect.signature(factory).parameters
 
-    @functools.wraps(factory)
     def make(learning_rate, *, b1, b2, weight_decay, mask):
         given = {"b1": b1, "b2": b2, "momentum": b1, "weight_decay": weight_decay, "mask": mask}
         return factory(learning_rate, **{name: value for name, value in given.items() if name in accepted})
@@ -45,7 +44,6 @@ def adapted(factory: MakeOptimizer) -> MakeOptimizer:
 def in_8_bits(factory: MakeOptimizer) -> MakeOptimizer:
     """The same optimizer with every average in its state companded."""
 
-    @functools.wraps(factory)
     def make(*args, **kwargs):
         inner = factory(*args, **kwargs)
         state = jax.eval_shape(inner.init, jnp.zeros([]))
@@ -95,7 +93,7 @@ def optimizer_named(name: str) -> MakeOptimizer:
         return adapted(OPTIMIZERS[name])
     plain = name.removeprefix(EIGHT_BITS)
     factory = getattr(optax, plain, None) or getattr(optax.contrib, plain, None)
-    takes_rate = inspect.isfunction(factory) and "learning_rate" in inspect.signature(factory).parameters
+    takes_rate = callable(factory) and "learning_rate" in inspect.signature(factory).parameters
     if not takes_rate:
         raise ValueError(f"optimizer must be one of {NAMES}; got {name!r}")
     return in_8_bits(adapted(factory)) if name.startswith(EIGHT_BITS) else adapted(factory)
