@@ -12,8 +12,12 @@ from sklearn.datasets import load_digits
 from spectra_optax import (
     Companded,
     Factored,
+    LeafRules,
     Spectrum,
     compress_state,
+    memory_table,
+    scale_by_factored_rms,
+    state_bytes,
 )
 
 SIGNED, UNSIGNED = Companded(), Companded("unsigned")
@@ -105,3 +109,160 @@ def test_trains_as_its_dense_self(name):
     dense, compact = trained(inner), trained(compress_state(inner, **codecs))
     assert dense.max() < 0.8, dense  # it learns at all: 2.3 at the start
     assert compact.mean() <= dense.mean() + max(dense.std(ddof=1), 0.02), (compact, dense)
+
+
+def test_bytes_are_those_of_the_codecs():
+    params = {"kernel": jax.ShapeDtypeStruct((8192, 4096), jnp.float32)}
+    n, adam = 8192 * 4096, optax.scale_by_adam()
+    expected = {
+        1 + 4 / 64 + 1 + 4 / 64: BOTH,
+        1 + 1 / 64 + 4: {"mu": Companded(scale="power_of_two")},
+        4 + 0.5 + 4 / 64: {"nu": Companded("unsigned", bits=4)},
+        4 + 4 * (8192 + 4096) / n: {"nu": Factored()},
+    }
+    for per_parameter, codecs in expected.items():
+        found = state_bytes(compress_state(adam, **codecs), params)
+        assert 0 <= found - per_parameter * n < 1000  # counts and settings
+
+
+def test_factored_nu_is_the_statistic_of_the_factored_rule():
+    tx, rule = compress_state(optax.scale_by_rms(0.9), nu=Factored()), scale_by_factored_rms(0.9)
+    params = {"kernel": jnp.ones((48, 40))}
+
+    @jax.jit
+    def run(key):
+        def step(states, key):
+            g = {"kernel": jax.random.normal(key, (48, 40)) * jnp.arange(1.0, 41.0)[None]}
+            return tuple(t.update(g, s, params)[1] for t, s in zip((tx, rule), states, strict=True)), None
+
+        return jax.lax.scan(step, (tx.init(params), rule.init(params)), jax.random.split(key, 20))[0]
+
+    ours, theirs = run(jax.random.key(0))
+    nu = optax.tree.get(ours, "nu")
+    for name in ("rms_row", "rms_col"):
+        np.testing.assert_allclose(nu[name]["kernel"], getattr(theirs, name)["kernel"], rtol=1e-5)
+
+
+def test_leaves_named_small_or_complex_stay_dense():
+    params = {
+        "embedding": jnp.ones((64, 48)),
+        "head": jnp.ones((48, 64)),
+        "bias": jnp.ones(64),
+        "thin": jnp.ones((64, 8)),
+        "complex": jnp.ones((64, 64), jnp.complex64),
+    }
+    rules = LeafRules(dense=lambda path: path == "head")
+    state = compress_state(optax.adam(1e-3), leaves=rules, **BOTH).init(params)
+    nu = optax.tree.get(state, "nu")
+    held = {name for name, x in nu["codes"].items() if not isinstance(x, optax.MaskedNode)}
+    assert held == {"embedding"}
+    for name in params.keys() - held:
+        assert nu["dense"][name].shape == params[name].shape
+
+
+def run_adam(tx, gradients):
+    """Updates of every step, for `gradients` `[t, r, c]`."""
+    params = {"kernel": jnp.zeros(gradients.shape[1:])}
+
+    @jax.jit
+    def run(gradients):
+        def step(state, g):
+            updates, state = tx.update({"kernel": g}, state, params)
+            return state, updates["kernel"]
+
+        return jax.lax.scan(step, tx.init(params), gradients)[1]
+
+    return np.asarray(run(gradients))
+
+
+def test_a_coordinate_without_gradient_never_moves():
+    """Also beside neighbours of its group that are huge."""
+    gradients = 1e3 * jax.random.normal(jax.random.key(0), (100, 64, 32))
+    updates = run_adam(compress_state(optax.scale_by_adam(), **BOTH), gradients.at[:, 5].set(0.0))
+    assert not updates[:, 5].any()
+
+
+def test_history_and_then_silence_does_not_explode():
+    """A coordinate with history, 1000 zero gradients, neighbours a hundred times larger: the zero-point trap."""
+    gradients = jax.random.normal(jax.random.key(0), (1010, 64, 8))
+    gradients = gradients.at[:, :5].set(0.01 * gradients[:, :5]).at[10:, :5].set(0.0)
+    dense = run_adam(optax.scale_by_adam(), gradients)[10:, :5]
+    compact = run_adam(compress_state(optax.scale_by_adam(), **BOTH), gradients)[10:, :5]
+    assert np.abs(compact).max() <= 3 * np.abs(dense).max()
+
+
+@pytest.mark.parametrize("size", [1e-3, 1e-5, 3e-6, 1e-6, 1e-7])
+@pytest.mark.parametrize("b2", [0.95, 0.999])
+def test_update_size_does_not_depend_on_the_gradients_unit(size, b2):
+    """The root mean square of updates is within 2 % of float32's, where half-precision scales are off by 8 times."""
+    gradients = size * (0.1 + jax.random.normal(jax.random.key(0), (1000, 64, 32)))
+    dense, compact = (
+        np.sqrt(np.mean(run_adam(tx, gradients)[-100:] ** 2))
+        for tx in (optax.scale_by_adam(b2=b2), compress_state(optax.scale_by_adam(b2=b2), **BOTH))
+    )
+    np.testing.assert_allclose(compact, dense, rtol=0.02)
+
+
+def test_bfloat16_gradients_are_averaged_in_float32():
+    tx = compress_state(optax.scale_by_adam(b2=0.99), **BOTH)
+    params = {"kernel": jnp.ones((64, 64), jnp.bfloat16)}
+    step = jax.jit(lambda state: tx.update(params, state, params))
+    state = tx.init(params)
+    for _ in range(3):
+        updates, state = step(state)
+    assert updates["kernel"].dtype == jnp.bfloat16
+    scales = optax.tree.get(state, "nu")["scales"]["kernel"]
+    assert scales.dtype == jnp.float32
+    np.testing.assert_allclose(scales, 1 - 0.99**3, rtol=1e-5)
+
+
+def test_init_builds_no_full_state():
+    """Not even for a moment: the compiled `init` needs less than one float32 copy of the parameters."""
+    tx = compress_state(optax.adam(1e-3), **BOTH)
+    params = {"kernel": jax.ShapeDtypeStruct((1024, 1024), jnp.float32)}
+    memory = jax.jit(tx.init).lower(params).compile().memory_analysis()
+    assert memory.temp_size_in_bytes < 2**20
+
+
+def test_what_does_not_start_at_zero_starts_right():
+    """Yogi's second moment starts at 1e-6, not at 0."""
+    state = compress_state(optax.yogi(1e-3), nu=UNSIGNED).init({"kernel": jnp.ones((64, 64))})
+    nu = optax.tree.get(state, "nu")
+    np.testing.assert_allclose(nu["scales"]["kernel"], 1e-6, rtol=1e-6)
+    assert (nu["codes"]["kernel"] == 255).all()
+
+
+ADAM, SGD = optax.adam(1e-3), optax.sgd(1e-3, momentum=0.9)
+BAD = {
+    "nothing named": (ADAM, {}, ValueError, "at least one field"),
+    "no such field": (ADAM, {"trace": SIGNED}, ValueError, "no field 'trace'; its fields are mu, nu"),
+    "signs for a second moment": (ADAM, {"nu": SIGNED}, ValueError, "nu is unsigned"),
+    "no signs for a first": (ADAM, {"mu": UNSIGNED}, ValueError, "mu is signed"),
+    "a spectrum that is divided": (ADAM, {"mu": Spectrum()}, ValueError, "spectra_adamw normalises first"),
+    "a mask that follows": (SGD, {"trace": Spectrum(mask="energy")}, ValueError, "lowpass"),
+    "no codec": (ADAM, {"mu": "int8"}, TypeError, "mu must be a Codec"),
+    "no transformation": (optax.adam, {"mu": SIGNED}, TypeError, "inner must be"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input(case):
+    inner, codecs, error, match = BAD[case]
+    with pytest.raises(error, match=match):
+        compress_state(inner, **codecs).init({"kernel": jnp.ones((64, 64))})
+
+
+def test_a_state_of_other_codecs_is_refused():
+    params = {"kernel": jnp.ones((64, 64))}
+    state = compress_state(ADAM, nu=UNSIGNED).init(params)
+    for other in (Companded("unsigned", group=32), Companded("unsigned", scale="power_of_two", rounding="stochastic")):
+        with pytest.raises(ValueError, match="group=64"):
+            compress_state(ADAM, nu=other).update(params, state, params)
+    with pytest.raises(ValueError, match="CompressedState"):
+        compress_state(ADAM, nu=UNSIGNED).update(params, ADAM.init(params), params)
+
+
+def test_the_table_says_what_is_held():
+    rows = memory_table(compress_state(ADAM, **BOTH), {"kernel": jnp.ones((64, 64))}).rows
+    assert rows[0].bytes == 2 * (64 * 64 + 4 * 64)
+    assert rows[0].reason == "matrix 64 x 64"

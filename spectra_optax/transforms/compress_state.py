@@ -12,7 +12,6 @@ Bytes per parameter: those of the codecs; AdamW with `mu=Companded(), nu=Compand
 """
 
 import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -25,6 +24,7 @@ from spectra_optax.codecs.spectrum import Spectrum
 from spectra_optax.leaves import Leaf, LeafRules, wide
 from spectra_optax.lift import FORMAT, check_settings, check_type, described, encode_settings, leaves_of, named
 from spectra_optax.transforms.in_float32 import in_float32
+from spectra_optax.transforms.zero_start import starts_at_zero, without_zeros
 
 _DENSE = "dense"  # the tree, beside those of the codec, of the leaves that are held as they are
 # What Optax calls its second moments, and its averages of gradients.
@@ -77,13 +77,14 @@ def compress_state(
     label = f"spectra_optax {FORMAT} compress_state {held}"
 
     def init(params):
-        def start(params):
-            treated, state, count = leaves_of(params, leaves), inner.init(params), jnp.zeros([], jnp.int32)
-            _check_fields(codecs, fields.nodes(state))
-            held = _encode(codecs, _compressed(treated), state, count)
-            return CompressedState(count, held, encode_settings(described(label, treated)))
-
-        return _without_intermediates(start, params)
+        treated, count = leaves_of(params, leaves), jnp.zeros([], jnp.int32)
+        shapes, decided = jax.eval_shape(inner.init, params), _compressed(treated)
+        _check_fields(codecs, fields.nodes(shapes))
+        if starts_at_zero(inner.init, codecs, params, shapes):
+            held = without_zeros(inner.init, _zeros(codecs, decided, shapes, params), codecs, params)
+        else:
+            held = _encode(codecs, decided, inner.init(params), count)
+        return CompressedState(count, held, encode_settings(described(label, treated)))
 
     def update(updates, state, params=None, **extra_args):
         check_type(state, CompressedState)
@@ -152,6 +153,24 @@ def _encode_field(codec: Codec, decided: dict[str, Leaf], tree: Any, count: jax.
     return fields.spread(tree, (_DENSE, *codec.names), rule)
 
 
+def _zeros(codecs: dict[str, Codec], decided: dict[str, Leaf], shapes: Any, params: Any) -> Any:
+    """A state of shapes with the fields that have a codec encoded, as those that start at zero are."""
+    owners = dict(named(params))
+
+    def start(codec, path, x):
+        leaf, param = decided.get(path), owners.get(path, x)
+        if leaf is not None and leaf.shape == x.shape:
+            return {n: (sharding.start(s, param), sharding.fits(s, x.shape)) for n, s in codec.slots(leaf).items()}
+        axes = range(x.ndim) if param.shape == x.shape else [None] * x.ndim
+        return {_DENSE: (sharding.start(sharding.slot(x.shape, x.dtype, axes), param), True)}
+
+    def rule(node):
+        spread = lambda name, codec: fields.spread(node[name], (_DENSE, *codec.names), functools.partial(start, codec))
+        return {name: spread(name, codec) for name, codec in codecs.items() if name in node}
+
+    return fields.map_nodes(rule, shapes)
+
+
 def _decode(codecs: dict[str, Codec], decided: dict[str, Leaf], state: Any, like: Any) -> Any:
     def rule(node):
         seconds: dict[str, jax.Array] = {}
@@ -180,21 +199,3 @@ def _encoded(codec: Codec, leaf: Leaf, x: jax.Array, count: jax.Array) -> dict[s
 @functools.partial(jax.jit, static_argnames=("codec", "leaf"))
 def _decoded(codec: Codec, leaf: Leaf, arrays: dict[str, jax.Array]) -> jax.Array:
     return codec.decode(leaf, arrays).astype(wide(leaf.dtype))
-
-
-def _without_intermediates(init: Callable[[Any], CompressedState], params: Any) -> CompressedState:
-    """Runs `init` as one program where that keeps the layout: on one device, where the full state would hurt."""
-    nodes, treedef = jax.tree.flatten(params)
-    layouts = [sharding.of(x) for x in nodes]
-    traced = any(isinstance(getattr(layout, "mesh", None), jax.sharding.AbstractMesh) for layout in layouts)
-    devices = set() if traced else {d for layout in layouts if layout is not None for d in layout.device_set}
-    if not nodes or traced or len(devices) > 1:
-        return init(params)
-    is_array = [isinstance(x, jax.Array) for x in nodes]  # others are shapes, which no program takes
-
-    def start(arrays):
-        held = iter(arrays)
-        return init(treedef.unflatten(next(held) if is_one else x for x, is_one in zip(nodes, is_array, strict=True)))
-
-    with jax.default_device(next(iter(devices), None)):
-        return jax.jit(start)([x for x, is_one in zip(nodes, is_array, strict=True) if is_one])
