@@ -104,7 +104,7 @@ class Companded:
     def encode_array(self, x: jax.Array, cut: int, count: jax.Array) -> dict[str, jax.Array]:
         """Codes and scales of `x`, float32 `[..., r, c]`."""
         layout = self._layout(x.shape[cut])
-        groups = layout.split(x, cut)
+        groups = _apart(layout, x, cut)
         largest = jnp.max(jnp.abs(groups), axis=-2, keepdims=True)
         held = largest if self.scale == "float32" else _exponent(largest)
         codes = self._codes(groups, self._scale(held), count)
@@ -115,7 +115,7 @@ class Companded:
     def decode_array(self, arrays: Mapping[str, jax.Array], length: int, cut: int) -> jax.Array:
         """The numbers held by codes and scales, float32, `length` along axis `cut`."""
         layout = self._layout(length)
-        codes = self._stored(layout).split(arrays["codes"], cut)
+        codes = _apart(self._stored(layout), arrays["codes"], cut)
         scales = self._scale(_whole(layout).split(arrays["scales"], cut))
         if self.bits == 4:
             codes = _unpack(codes, layout.block)
@@ -160,6 +160,14 @@ class Companded:
             return layout
         packed = -(-layout.block // 2)
         return Layout(layout.count * packed, packed, layout.count, packed)
+
+
+def _apart(layout: Layout, x: jax.Array, cut: int) -> jax.Array:
+    """The groups of `x`, as they are: XLA would move the reshape past the scales, and store them once for each number.
+
+    On TPU v5e a step of 8-bit AdamW then moves 2.5 times the bytes.
+    """
+    return jax.lax.optimization_barrier(layout.split(x, cut))
 
 
 def _whole(layout: Layout) -> Layout:
