@@ -72,7 +72,7 @@ def instance(name: str, value: Any, *accepted: type) -> None:
         raise TypeError(f"{name} must be a {names}, got {value!r}.")
 
 
-def choice(name: str, value: Any, accepted: tuple[str, ...]) -> None:
+def choice(name: str, value: Any, accepted: tuple[str | None, ...]) -> None:
     """Refuses a value that is not one of the accepted words."""
     if value not in accepted:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, accepted))}, got {value!r}.")

@@ -8,9 +8,10 @@ A group is 64 neighbours along one axis of a matrix, `s` the largest magnitude a
 codes where an optimizer looks: relative precision stays within a few percent over eight decades, and a second moment
 that is not 0 does not become 0, the division by which throws parameters away.
 
-Scales are float32, or powers of two held as their exponents. Rounding to the nearest code cannot follow an average that
-moves by less than half a code a step unless its scale moves along, so unsigned codes with power-of-two scales round
-stochastically.
+Scales are float32, or powers of two held as their exponents. Rounded to the nearest code, an average that moves by less
+than half a code a step stays where it is, unless its scale moves along. A momentum whose gradients end would never end,
+and a second moment with a power-of-two scale would never decay: these round stochastically. A second moment with a
+float32 scale is nearer to float32's when it rounds to the nearest.
 
 Bytes per parameter: `bits / 8 + 4 / group` (1.0625), with power-of-two scales `bits / 8 + 1 / group` (1.0156).
 Source: companding as in FlashOptim (arXiv:2602.23349), which takes softsign and square root; the code without zero from
@@ -41,12 +42,12 @@ class Companded:
       sign: "signed", or "unsigned" for second moments and whatever else is never negative.
       bits: 8, or 4 for unsigned values.
       group: neighbours along an axis that share a scale, at least 2.
-      rounding: "nearest" or "stochastic".
+      rounding: "nearest" or "stochastic"; if None, stochastic for signed values and for scales that are powers of two.
       scale: "float32", or "power_of_two" in one byte.
 
     Example:
       >>> from spectra_optax import Companded
-      >>> Companded("unsigned", scale="power_of_two")
+      >>> Companded("unsigned", scale="power_of_two", rounding="nearest")
       Traceback (most recent call last):
       ValueError: scale='power_of_two' with sign='unsigned' needs rounding='stochastic': rounded to the nearest code, a
       second moment would never decay.
@@ -55,13 +56,13 @@ class Companded:
     sign: Literal["signed", "unsigned"] = "signed"
     bits: Literal[8, 4] = 8
     group: int = 64
-    rounding: Literal["nearest", "stochastic"] = "nearest"
+    rounding: Literal["nearest", "stochastic"] | None = None
     scale: Literal["float32", "power_of_two"] = "float32"
 
     def __post_init__(self):
         """Checks the settings."""
         arguments.choice("sign", self.sign, ("signed", "unsigned"))
-        arguments.choice("rounding", self.rounding, ("nearest", "stochastic"))
+        arguments.choice("rounding", self.rounding, ("nearest", "stochastic", None))
         arguments.choice("scale", self.scale, ("float32", "power_of_two"))
         arguments.integer("group", self.group, 2)
         if self.bits != 8 and (self.bits != 4 or self.sign == "signed"):
@@ -71,6 +72,11 @@ class Companded:
                 "scale='power_of_two' with sign='unsigned' needs rounding='stochastic': rounded to the nearest code, "
                 "a second moment would never decay."
             )
+
+    @property
+    def label(self) -> str:
+        """What shapes a state, in words: the rounding can change from run to run."""
+        return f"{self.sign} {self.bits} bits, group {self.group}, scale {self.scale}"
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -139,8 +145,15 @@ class Companded:
         smallest = 0.0 if self.bits == 4 else (groups > 0).astype(jnp.float32)
         return jnp.clip(code, smallest, float(self._largest)).astype(jnp.uint8)
 
+    @property
+    def is_stochastic(self) -> bool:
+        """Whether rounding is."""
+        return self.rounding == "stochastic" or (
+            self.rounding is None and (self.sign == "signed" or self.scale == "power_of_two")
+        )
+
     def _offset(self, groups: jax.Array, count: jax.Array) -> jax.Array | float:
-        if self.rounding == "nearest":
+        if not self.is_stochastic:
             return 0.5
         return (random_bits(groups, count, 0) >> 8).astype(jnp.float32) * 2.0**-24
 
@@ -163,11 +176,9 @@ class Companded:
 
 
 def _apart(layout: Layout, x: jax.Array, cut: int) -> jax.Array:
-    """The groups of `x`, as they are: XLA would move the reshape past the scales, and store them once for each number.
-
-    On TPU v5e a step of 8-bit AdamW then moves 2.5 times the bytes.
-    """
-    return jax.lax.optimization_barrier(layout.split(x, cut))
+    """The groups of `x`; on TPUs XLA must not move the reshape past the scales, or it stores one for each number."""
+    groups = layout.split(x, cut)
+    return jax.lax.optimization_barrier(groups) if jax.default_backend() == "tpu" else groups
 
 
 def _whole(layout: Layout) -> Layout:

@@ -5,7 +5,7 @@
     codes  = encode(state)                 once, after the update was made with the exact new state
 
 The named fields (`mu`, `nu`, `trace`, ...) are found wherever they are: in chains, partitions, wrappers. Where a second
-moment decodes to 0 the fields beside it do too, so that what rounding left of a momentum is never divided by nothing.
+moment is 0 the fields beside it are stored as 0, so that what rounding left of a momentum is never divided by nothing.
 
 Bytes per parameter: those of the codecs; AdamW with `mu=Companded(), nu=Companded("unsigned")` takes 2.125 instead of
 8. Leaves that are dense under `LeafRules`, and complex ones, stay in float32.
@@ -26,6 +26,7 @@ from spectra_optax.lift import FORMAT, check_settings, check_type, described, en
 from spectra_optax.transforms.in_float32 import in_float32
 from spectra_optax.transforms.zero_start import starts_at_zero, without_zeros
 
+_CODES = "codes"  # of `Companded`
 _DENSE = "dense"  # the tree, beside those of the codec, of the leaves that are held as they are
 # What Optax calls its second moments, and its averages of gradients.
 _SECOND = ("nu", "nu_max", "n", "sum_of_squares", "e_g", "e_x")
@@ -136,9 +137,20 @@ def _compressed(treated: list[Leaf]) -> dict[str, Leaf]:
 
 def _encode(codecs: dict[str, Codec], decided: dict[str, Leaf], state: Any, count: jax.Array) -> Any:
     def rule(node):
-        return {name: _encode_field(codecs[name], decided, node[name], count) for name in node if name in codecs}
+        held = {name: _encode_field(codecs[name], decided, node[name], count) for name in node if name in codecs}
+        second = [held[name][_CODES] for name in held if codecs[name].sign == "unsigned" and _CODES in held[name]]
+        for name in held:
+            if codecs[name].sign == "signed" and _CODES in held[name]:
+                held[name][_CODES] = functools.reduce(_settled, second, held[name][_CODES])
+        return held
 
     return fields.map_nodes(rule, state)
+
+
+def _settled(codes: Any, second: Any) -> Any:
+    """Codes of a momentum, 0 where the second moment is: what rounding left must not be divided by nothing."""
+    rule = lambda m, v: jnp.where(v == 0, jnp.int8(0), m) if m.shape == v.shape else m  # others are 4 bits: never 0
+    return jax.tree.map(rule, codes, second)
 
 
 def _encode_field(codec: Codec, decided: dict[str, Leaf], tree: Any, count: jax.Array) -> dict[str, Any]:
@@ -172,21 +184,12 @@ def _zeros(codecs: dict[str, Codec], decided: dict[str, Leaf], shapes: Any, para
 
 
 def _decode(codecs: dict[str, Codec], decided: dict[str, Leaf], state: Any, like: Any) -> Any:
+    def full(codec, path, arrays):
+        return arrays[_DENSE] if _DENSE in arrays else _decoded(codec, decided[path], dict(arrays))
+
     def rule(node):
-        seconds: dict[str, jax.Array] = {}
-        held = [(name, codec) for name, codec in codecs.items() if name in node]
-        held.sort(key=lambda item: item[1].sign != "unsigned")  # second moments first
-
-        def full(codec, path, arrays):
-            if _DENSE in arrays:
-                return arrays[_DENSE]
-            x = _decoded(codec, decided[path], dict(arrays))
-            if codec.sign == "unsigned":
-                seconds[path] = x
-                return x
-            return jnp.where(seconds[path] == 0, 0, x) if path in seconds else x
-
-        return {name: fields.gather(node[name], like, functools.partial(full, codec)) for name, codec in held}
+        held = {name: codec for name, codec in codecs.items() if name in node}
+        return {n: fields.gather(node[n], like, functools.partial(full, codec)) for n, codec in held.items()}
 
     return fields.map_nodes(rule, state)
 
