@@ -35,7 +35,9 @@ def adapted(factory: MakeOptimizer) -> MakeOptimizer:
     accepted = inspect.signature(factory).parameters
 
     def make(learning_rate, *, b1, b2, weight_decay, mask):
-        given = {"b1": b1, "b2": b2, "momentum": b1, "weight_decay": weight_decay, "mask": mask}
+        given = {"b1": b1, "b2": b2, "weight_decay": weight_decay, "mask": mask}
+        if "b1" not in accepted:
+            given["momentum"] = b1
         return factory(learning_rate, **{name: value for name, value in given.items() if name in accepted})
 
     return make
