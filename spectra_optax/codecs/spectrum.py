@@ -168,10 +168,12 @@ class Spectrum:
 
     def hold(self, leaf: Leaf, coefficients: jax.Array, count: jax.Array) -> dict[str, jax.Array]:
         """The arrays for coefficients `[..., n, k, c]`; `count` moves stochastic rounding."""
-        x = self.leaf_layout(leaf).coefficients.join(coefficients, leaf.cut_axis)
+        layout = self.leaf_layout(leaf).coefficients
         if self.values is None or leaf.is_complex:
             dtype = self._dtype(leaf)
-            return {"coefficients": to_bfloat16(x, count) if dtype == "bfloat16" else x.astype(dtype)}
+            x = to_bfloat16(coefficients, count) if dtype == "bfloat16" else coefficients.astype(dtype)
+            return {"coefficients": layout.join(x, leaf.cut_axis)}
+        x = layout.join(coefficients, leaf.cut_axis)
         held = self.values.encode_array(x, leaf.cut_axis, count)
         return {"coefficients": held["codes"], "scales": held["scales"]}
 

@@ -1,0 +1,127 @@
+"""Bytes that a step of an optimizer moves through the memory of a TPU or an H100, from their compilers, without either.
+
+    pip install 'jax[tpu]'
+    python examples/bytes_moved.py --target v5e
+    pip install 'jax[cuda13]'
+    python examples/bytes_moved.py --target h100 --dtype bfloat16
+
+XLA compiles `update` and `optax.apply_updates`, parameters and state donated, ahead of time. Counted are the operands
+and results of every instruction of the program that runs, loops once; the least possible is every input read once and
+every output written once.
+"""
+
+import os
+import re
+from typing import Annotated
+from unittest import mock
+
+os.environ |= {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost"}
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import typer
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from rich.console import Console
+from rich.table import Table
+
+from spectra_optax import Companded, FullMomentum, Spectrum, compress_state, flash_adamw, flash_lion, spectra_adamw
+
+OPTIMIZERS = {
+    "adamw": optax.adamw(1e-3),
+    "adafactor": optax.adafactor(1e-3),
+    "spectra_adamw": spectra_adamw(1e-3),
+    "spectra_adamw, full momentum": spectra_adamw(1e-3, momentum=FullMomentum()),
+    "spectra_adamw, 8 bits": spectra_adamw(1e-3, momentum=Spectrum(values=Companded())),
+    "adamw, 8-bit states": compress_state(optax.adamw(1e-3), mu=Companded(), nu=Companded("unsigned")),
+    "flash_adamw": flash_adamw(1e-3),
+    "flash_lion": flash_lion(1e-3),
+}
+TOPOLOGIES = {"v5e": "v5e:2x2", "v6e": "v6e:2x2", "v4": "v4:2x2x1"}
+# What XLA's GPU compiler wants to know of an H100 SXM: its public properties.
+H100 = """
+gpu_device_info {
+  threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152 shared_memory_per_core: 233472
+  threads_per_core_limit: 2048 core_count: 132 fpus_per_core: 128 block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535 block_dim_limit_z: 65535 memory_bandwidth: 3352320000000 l2_cache_size: 52428800
+  clock_rate_ghz: 1.98 device_memory_size: 84929347584 shared_memory_per_block_optin: 232448
+  cuda_compute_capability { major: 9 } registers_per_core_limit: 65536 registers_per_block_limit: 65536
+}
+platform_name: "CUDA"
+dnn_version_info { major: 9 minor: 28 }
+runtime_version { major: 13 minor: 0 patch: 0 }
+device_description_str: "NVIDIA H100 80GB HBM3"
+"""
+BITS = {"pred": 8, "s4": 4, "u4": 4, "s8": 8, "u8": 8, "s16": 16, "u16": 16, "s32": 32, "u32": 32}
+BITS |= {"f16": 16, "bf16": 16, "f32": 32, "c64": 64, "s64": 64, "u64": 64, "f64": 64}
+ARRAY = re.compile(r"\b([a-z]+[0-9]+[a-z0-9]*|pred)\[([0-9,]*)\]")
+FREE = ("parameter", "tuple", "get-tuple-element", "bitcast", "constant", "after-all", "partition-id")
+
+
+def main(
+    target: Annotated[str, typer.Option(help=f"One of {', '.join(TOPOLOGIES)}, h100.")] = "v5e",
+    size: Annotated[int, typer.Option(help="Rows and columns of the one matrix.")] = 4096,
+    dtype: Annotated[str, typer.Option(help="Of parameters and gradients.")] = "float32",
+) -> None:
+    """Prints a table; the ratio is to what float32 AdamW moves at the least."""
+    place, adamw = placed(target), 7 * 4 * size**2
+    table = Table("optimizer", "least, MB", "moved, MB", "of AdamW's least", "temporaries, MB")
+    for name, tx in OPTIMIZERS.items():
+        with mock.patch.object(jax, "default_backend", return_value="gpu" if target == "h100" else "tpu"):
+            compiled, least = compiled_step(tx, jax.ShapeDtypeStruct((size, size), dtype, sharding=place))
+        moved = moved_bytes(compiled.as_text())
+        temporaries = compiled.memory_analysis().temp_size_in_bytes
+        figures = (f"{least / 1e6:.1f}", f"{moved / 1e6:.1f}", f"{moved / adamw:.2f}", f"{temporaries / 1e6:.0f}")
+        table.add_row(name, *figures)
+    Console(width=120).print(table)
+
+
+def placed(target: str) -> NamedSharding:
+    """One chip that is only known to the compiler."""
+    if target == "h100":
+        kind = {"platform": "cuda", "topology_name": "", "target_config": H100, "topology": "1x1x1"}
+    elif target in TOPOLOGIES:
+        kind = {"platform": "tpu", "topology_name": TOPOLOGIES[target]}
+    else:
+        raise typer.BadParameter(f"target must be one of {', '.join(TOPOLOGIES)}, h100; got {target}")
+    devices = topologies.get_topology_desc(**kind).devices
+    return NamedSharding(Mesh(np.array(devices[:1]), ("x",)), PartitionSpec())
+
+
+def compiled_step(tx: optax.GradientTransformation, param: jax.ShapeDtypeStruct):
+    """The compiled step of one matrix, and the least bytes it can move."""
+
+    def step(params, state, grads):
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    on_chip = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=param.sharding)
+    state = jax.tree.map(on_chip, jax.eval_shape(tx.init, {"w": param}))
+    size = lambda tree: sum(x.size * jnp.dtype(x.dtype).itemsize for x in jax.tree.leaves(tree))
+    compiled = jax.jit(step, donate_argnums=(0, 1)).lower({"w": param}, state, {"w": param}).compile()
+    return compiled, 3 * size(param) + 2 * size(state)
+
+
+def moved_bytes(program: str) -> int:
+    """Bytes of the operands and results of every instruction of the entry computation that does something."""
+    sizes, total = {}, 0
+    for line in program[program.index("\nENTRY ") :].splitlines():
+        instruction = re.match(r"\s+(?:ROOT )?%?([\w.\-]+) = (.*?)\b([a-z][\w\-]*)\((.*)", line)
+        if not instruction:
+            continue
+        name, result, operation, rest = instruction.groups()
+        sizes[name] = sum(_bytes(*array) for array in ARRAY.findall(result))
+        if operation not in FREE and not operation.endswith("-done"):
+            operands = re.findall(r"%([\w.\-]+)", rest.split("), ")[0])
+            total += sizes[name] + sum(sizes.get(operand, 0) for operand in operands)
+    return total
+
+
+def _bytes(dtype: str, dimensions: str) -> int:
+    return BITS.get(dtype, 0) * int(np.prod([int(n) for n in dimensions.split(",") if n], initial=1)) // 8
+
+
+if __name__ == "__main__":
+    typer.run(main)
