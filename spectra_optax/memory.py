@@ -154,12 +154,18 @@ def _by_leaf(tx: optax.GradientTransformation, params: Any) -> tuple[dict[str, l
     held, shared = collections.defaultdict(list), 0
     for path, array in jax.tree_util.tree_flatten_with_path(state)[0]:
         leaf = next((path[i:] for i in range(1, len(path) + 1) if path[i:] in names), None)
-        field = path_name(path[: len(path) - len(leaf or ())][-1:])
+        field = path_name(_since_field(path[: len(path) - len(leaf or ())]))
         if leaf is None or (not leaf and (not array.shape or field == "settings")):
             shared += _nbytes(array)
         else:
             held[names[leaf]].append((field, array))
     return held, shared
+
+
+def _since_field(path: Any) -> Any:
+    """The end of a path from the last named field on: `mu`, or `mu/codes` where a field is held in several arrays."""
+    named = [i for i, key in enumerate(path) if isinstance(key, jax.tree_util.GetAttrKey)]
+    return path[named[-1] :] if named else path[-1:]
 
 
 def _shapes(params: Any) -> Any:

@@ -1,6 +1,7 @@
 """What a compact form must offer so that any field of any optimizer's state can be held in it.
 
-`Companded`, `Factored` and `Spectrum` offer it; a form of your own that does works in `compress_state` as well.
+`Companded`, `Factored` and `Spectrum` offer it; a form of your own that does works in `compress_state` as well. Build
+its slots with `spectra_optax.sharding.slot`. A form of second moments should not turn what is not 0 into 0.
 """
 
 from collections.abc import Mapping

@@ -4,8 +4,8 @@
     u      = inner(g, state), untouched
     codes  = encode(state)                 once, after the update was made with the exact new state
 
-The named fields (`mu`, `nu`, `trace`, ...) are found wherever they are: in chains, partitions, wrappers. Where a second
-moment is 0 the fields beside it are stored as 0, so that what rounding left of a momentum is never divided by nothing.
+The named fields (`mu`, `nu`, `trace`, ...) are found wherever they are: in chains, partitions, wrappers. Where the code of
+a companded second moment is 0, those of the fields beside it are, so that a remainder is never divided by nothing.
 
 Bytes per parameter: those of the codecs; AdamW with `mu=Companded(), nu=Companded("unsigned")` takes 2.125 instead of
 8. Leaves that are dense under `LeafRules`, and complex ones, stay in float32.
@@ -20,13 +20,13 @@ import optax
 
 from spectra_optax import arguments, fields, sharding
 from spectra_optax.codecs.codec import Codec
+from spectra_optax.codecs.companding import Companded
 from spectra_optax.codecs.spectrum import Spectrum
 from spectra_optax.leaves import Leaf, LeafRules, wide
 from spectra_optax.lift import FORMAT, check_settings, check_type, described, encode_settings, leaves_of, named
 from spectra_optax.transforms.in_float32 import in_float32
 from spectra_optax.transforms.zero_start import starts_at_zero, without_zeros
 
-_CODES = "codes"  # of `Companded`
 _DENSE = "dense"  # the tree, beside those of the codec, of the leaves that are held as they are
 # What Optax calls its second moments, and its averages of gradients.
 _SECOND = ("nu", "nu_max", "n", "sum_of_squares", "e_g", "e_x")
@@ -138,17 +138,18 @@ def _compressed(treated: list[Leaf]) -> dict[str, Leaf]:
 def _encode(codecs: dict[str, Codec], decided: dict[str, Leaf], state: Any, count: jax.Array) -> Any:
     def rule(node):
         held = {name: _encode_field(codecs[name], decided, node[name], count) for name in node if name in codecs}
-        second = [held[name][_CODES] for name in held if codecs[name].sign == "unsigned" and _CODES in held[name]]
-        for name in held:
-            if codecs[name].sign == "signed" and _CODES in held[name]:
-                held[name][_CODES] = functools.reduce(_settled, second, held[name][_CODES])
+        forms = {name: codec for name, codec in codecs.items() if name in held and isinstance(codec, Companded)}
+        second = [held[name]["codes"] for name, codec in forms.items() if codec.sign == "unsigned"]
+        for name, codec in forms.items():
+            if codec.sign == "signed":
+                held[name]["codes"] = functools.reduce(_settled, second, held[name]["codes"])
         return held
 
     return fields.map_nodes(rule, state)
 
 
 def _settled(codes: Any, second: Any) -> Any:
-    """Codes of a momentum, 0 where the second moment is: what rounding left must not be divided by nothing."""
+    """Codes of a momentum, 0 where those of the second moment are: a remainder must not be divided by nothing."""
     rule = lambda m, v: jnp.where(v == 0, jnp.int8(0), m) if m.shape == v.shape else m  # others are 4 bits: never 0
     return jax.tree.map(rule, codes, second)
 
