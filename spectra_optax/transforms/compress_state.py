@@ -4,8 +4,8 @@
     u      = inner(g, state), untouched
     codes  = encode(state)                 once, after the update was made with the exact new state
 
-The named fields (`mu`, `nu`, `trace`, ...) are found wherever they are: in chains, partitions, wrappers. Where the code of
-a companded second moment is 0, those of the fields beside it are, so that a remainder is never divided by nothing.
+The named fields (`mu`, `nu`, `trace`, ...) are found wherever they are: in chains, partitions, wrappers. Where the code
+of a companded second moment is 0, those of the fields beside it are, so that a remainder is never divided by nothing.
 
 Bytes per parameter: those of the codecs; AdamW with `mu=Companded(), nu=Companded("unsigned")` takes 2.125 instead of
 8. Leaves that are dense under `LeafRules`, and complex ones, stay in float32.
