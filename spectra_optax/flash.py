@@ -21,7 +21,7 @@ from spectra_optax import arguments
 from spectra_optax.arguments import Scalar
 from spectra_optax.codecs.companding import Companded
 from spectra_optax.leaves import LeafRules
-from spectra_optax.lift import aligned_mask
+from spectra_optax.masks import aligned_mask
 from spectra_optax.transforms.compress_state import compress_state
 from spectra_optax.transforms.split_weights import split_leaves
 

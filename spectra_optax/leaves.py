@@ -107,7 +107,8 @@ class LeafRules:
       embedding: predicate on the path; the leaves it accepts are embeddings, as are those whose last name is
         "embedding". Their rows never influence each other's momentum.
       axes: `axes(path, shape)` names the axes of rows and columns of leaves whose matrix is not the last two axes,
-        for example `((0,), (1, 2))` for an attention kernel `[d, heads, head_dim]`; None leaves the leaf to the rule.
+        for example `((0,), (1, 2))` for a kernel `[d, heads, head_dim]`; None leaves the leaf to the rule, which knows
+        Flax's `query`, `key` and `value` kernels.
 
     Example:
       >>> from spectra_optax import LeafRules
@@ -152,6 +153,7 @@ class LeafRules:
         if name in _VECTORS:
             return "dense", f"dense: {name!r} names a vector", (), ()
         axes = self.axes(path, shape) if self.axes is not None else None
+        axes = _attention(path, shape) if axes is None else axes
         if axes is None and len(shape) < 2:
             return "dense", f"dense: {len(shape)} axes", (), ()
         rows, cols = _checked(path, shape, axes) if axes is not None else ((len(shape) - 2,), (len(shape) - 1,))
@@ -193,6 +195,17 @@ def observed() -> Generator[dict[str, Leaf]]:
         yield seen
     finally:
         _seen.reset(token)
+
+
+def _attention(path: str, shape: tuple[int, ...]) -> Axes | None:
+    """The axes of Flax's query, key and value kernels `[..., d, heads, head_dim]`, one matrix from `d` to the heads.
+
+    Scan-stacked `[layers, d, ...]` kernels of that name have fewer layers than `d`, and attention fewer heads.
+    """
+    if path.rsplit("/", 2)[-2:-1] not in (["query"], ["key"], ["value"]) or len(shape) < 3 or shape[-3] <= shape[-2]:
+        return None
+    n = len(shape)
+    return (n - 3,), (n - 2, n - 1)
 
 
 def _size(shape: tuple[int, ...], axes: tuple[int, ...]) -> int:

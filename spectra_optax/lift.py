@@ -220,28 +220,3 @@ def _arrays(field: str, tree: Any, decided: list[tuple[Leaf, Slot | None]]) -> l
 def encode_settings(label: str) -> jax.Array:
     """The settings as an array, uint8 `[n]`, to travel with the state."""
     return jnp.asarray(np.frombuffer(label.encode(), np.uint8))
-
-
-def aligned_mask(mask: Any) -> Any:
-    """Lets a mask tree be given as Optax users give it, and refuses one that does not fit the parameters.
-
-    A tree of booleans whose leaves match the parameters' one for one is laid on their structure (a mask made from NNX
-    variables then fits the plain arrays that `nnx.Optimizer` passes); a prefix tree or a function passes unchanged.
-    """
-    if mask is None or callable(mask):
-        return mask
-
-    def fitted(params):
-        structure, leaves = jax.tree.structure(params), jax.tree.leaves(mask)
-        if [path for path, _ in named(mask)] == [path for path, _ in named(params)]:
-            return structure.unflatten(leaves)
-        try:
-            jax.tree.map(lambda m, p: None, mask, params)
-        except (ValueError, TypeError) as error:
-            raise ValueError(
-                "mask must be a tree of booleans like the parameters, a prefix of it, or a function of the parameters; "
-                f"got {jax.tree.structure(mask)} for {structure}."
-            ) from error
-        return mask
-
-    return fitted

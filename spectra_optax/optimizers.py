@@ -21,7 +21,8 @@ from spectra_optax import arguments
 from spectra_optax.arguments import Scalar
 from spectra_optax.codecs.spectrum import Spectrum
 from spectra_optax.leaves import LeafRules
-from spectra_optax.lift import aligned_mask, labels
+from spectra_optax.lift import labels
+from spectra_optax.masks import aligned_mask
 from spectra_optax.transforms.block_clip import clip_by_block_rms
 from spectra_optax.transforms.factored_rms import scale_by_factored_rms
 from spectra_optax.transforms.in_float32 import in_float32

@@ -1,10 +1,13 @@
 """Which leaf is treated how."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from flax import nnx
 
-from spectra_optax import LeafRules
+from spectra_optax import LeafRules, memory_table, spectra_adamw
 
 ROWS_AND_REST = LeafRules(min_dim=2, axes=lambda path, shape: ((0,), (1, 2)))
 
@@ -62,3 +65,31 @@ def test_bad_rules():
         LeafRules(min_dim=2.5)
     with pytest.raises(TypeError, match="dense must be a function"):
         LeafRules(dense="head")
+
+
+@pytest.mark.parametrize(
+    ("path", "shape", "reason"),
+    [
+        ("attention/query/kernel", (768, 12, 64), "matrix 768 x 768"),
+        ("attention/key/kernel", (4096, 32, 128), "matrix 4096 x 4096"),
+        ("attention/value/kernel", (24, 768, 4, 64), "matrix 768 x 256 in a batch of 24"),
+        ("attention/query/bias", (12, 64), "dense: 'bias' names a vector"),
+        ("attention/out/kernel", (12, 64, 768), "matrix 64 x 768 in a batch of 12"),
+        ("layers/query/kernel", (24, 768, 768), "matrix 768 x 768 in a batch of 24"),
+        ("query/kernel", (768, 768), "matrix 768 x 768"),
+    ],
+)
+def test_attention_kernels_are_one_matrix(path, shape, reason):
+    assert LeafRules().leaf(path, shape, "float32").reason == reason
+
+
+def test_flax_attention_is_compact():
+    attention = nnx.MultiHeadAttention(num_heads=12, in_features=768, decode=False, rngs=nnx.Rngs(0))
+    params = nnx.state(attention, nnx.Param)
+    assert memory_table(spectra_adamw(1e-3), params).bytes < 0.6 * 4 * 768**2
+
+
+def test_a_mask_that_became_an_array_is_refused():
+    decayed = optax.inject_hyperparams(spectra_adamw)(1e-3, mask=lambda params: jax.tree.map(lambda x: True, params))
+    with pytest.raises(TypeError, match="static_args"):
+        decayed.init({"kernel": jnp.ones((64, 64))})
