@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated
 
+import jax
 import numpy as np
 import typer
 from rich.console import Console
@@ -23,7 +24,7 @@ from lm.model import ModelConfig
 from lm.optimizers import NAMES, optimizer_named
 from lm.report import plot, table, write_json
 from lm.settings import settings_of
-from lm.training import SMOOTHING, History, Recipe, train
+from lm.training import SMOOTHING, History, Recipe, init_state, train
 
 COMPARED = ["adamw", "spectra_adamw"]
 app = typer.Typer(pretty_exceptions_enable=False, add_completion=False)
@@ -64,6 +65,8 @@ def main(
         corpus = load_corpus(text, tokens, context)
         model = ModelConfig(corpus.vocabulary, layers, width, heads, context)
         recipe = Recipe(model, steps, batch, b1, b2, weight_decay, clip, weights)
+        for make_optimizer in factories.values():
+            jax.eval_shape(lambda make_optimizer=make_optimizer: init_state(recipe, make_optimizer, seed))
         settings = settings_of(recipe, corpus, learning_rate=learning_rate, seed=seed)
         folders = {name: RunCheckpoints(out / name, settings, every=checkpoint_every, last=steps) for name in factories}
         prepare(folders, resume)

@@ -1,5 +1,6 @@
 """The examples, at sizes that take seconds: they run, they resume bit for bit, and they refuse bad options clearly."""
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from lm.checkpoints import RunCheckpoints
 from lm.comparison import Run, markdown
 from lm.data import load_corpus
 from lm.model import ModelConfig
-from lm.optimizers import OPTIMIZERS
+from lm.optimizers import OPTIMIZERS, optimizer_named
 from lm.settings import settings_of
 from lm.training import Recipe, init_state, train, train_step
 
@@ -58,14 +59,16 @@ def test_byte_pairs_are_fewer_than_bytes_and_come_out_the_same_twice(text):
     assert len(first.training) < len(load_corpus(text, "byte", 16).training) / 2
 
 
-def test_every_optimizer_that_can_be_named_makes_a_step(text):
+@pytest.mark.parametrize("name", [*OPTIMIZERS, "8bit_adan", "8bit_muon", "8bit_schedule_free_adamw"])
+def test_every_optimizer_that_can_be_named_makes_a_step(name, text):
     batch = load_corpus(text, "byte", 16).batch(0, 0, RECIPE.batch, 16)
-    entries = [entry.make_optimizer for entry in compare_optimizers.ENTRIES.values()]
-    for make_optimizer in {*OPTIMIZERS.values(), *entries}:
-        state = jax.eval_shape(lambda make=make_optimizer: init_state(RECIPE, make, seed=0))
-        after, loss = train_step.eval_shape(RECIPE, make_optimizer, state, batch, np.float32(1e-3))
-        assert jax.tree.map(_shape, after) == jax.tree.map(_shape, state)
-        assert loss.shape == ()
+    make_optimizer = optimizer_named(name)
+    weights = "bfloat16" if "split" in name or "flash" in name else "float32"
+    recipe = dataclasses.replace(RECIPE, weights=weights)
+    state = jax.eval_shape(lambda: init_state(recipe, make_optimizer, seed=0))
+    after, loss = train_step.eval_shape(recipe, make_optimizer, state, batch, np.float32(1e-3))
+    assert jax.tree.map(_shape, after) == jax.tree.map(_shape, state)
+    assert loss.shape == ()
 
 
 def _shape(leaf):
@@ -78,7 +81,7 @@ def test_resumed_run_equals_an_uninterrupted_one(name, text, tmp_path):
     settings = settings_of(RECIPE, corpus, seed=1)
 
     def run(**kwargs):
-        return train(RECIPE, corpus, OPTIMIZERS[name], learning_rate=1e-2, seed=1, **kwargs)
+        return train(RECIPE, corpus, optimizer_named(name), learning_rate=1e-2, seed=1, **kwargs)
 
     def checkpoints():
         return RunCheckpoints(tmp_path / "run", settings, every=2, last=RECIPE.steps)
@@ -121,7 +124,9 @@ def test_train_lm_compares_then_resumes_only_the_same_settings(text, tmp_path):
     [
         (["--text", "no/such/file"], "there is no file or folder no/such/file"),
         (["--context", "5000"], "text is too short"),
-        (["--optimizer", "adam"], "optimizer must be one of adamw, spectra_adamw"),
+        (["--weights", "bfloat16"], "weights=bfloat16 needs an optimizer that completes them"),
+        (["--optimizer", "spectra_adamw_split"], "no parameter is bfloat16"),
+        (["--optimizer", "adman"], "optimizer must be one of adamw, spectra_adamw"),
         (["--tokens", "word"], "tokens must be one of byte, bpe, got 'word'"),
         (["--heads", "3"], "heads must divide width, got heads=3 and width=32"),
         (["--seed", "-1"], "Invalid value for '--seed'"),

@@ -202,6 +202,8 @@ def init_state(recipe: Recipe, make_optimizer: MakeOptimizer, seed: int) -> Trai
     params = jax.tree.map(lambda weight: weight.astype(recipe.weights), master)
     state = TrainState(params, tx.init(params))
     if recipe.weights != "float32":
+        if not optax.tree.get_all_with_path(state.optimizer, "correction"):
+            raise ValueError(f"weights={recipe.weights} needs an optimizer that completes them, such as flash_adamw")
         state = TrainState(*with_master_weights(master, *state))
     # Committed to its device, as a restored state is, so that a resumed run does not compile anew.
     return jax.device_put(state, jax.devices()[0])
