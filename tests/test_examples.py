@@ -159,7 +159,7 @@ def test_compare_optimizers_runs_a_cell_once_and_reports_it(tmp_path):
 def test_compare_optimizers_refuses_bad_options(tmp_path):
     results = ["--results", tmp_path / "results.jsonl"]
     assert "there are no finished runs" in invoke(compare_optimizers.app, "report", *results).output
-    unknown = invoke(compare_optimizers.app, "run", "--entries", "sgd", *results)
+    unknown = invoke(compare_optimizers.app, "run", "--entries", "adamw", *results)
     assert "entries must be of adamw_b1_0.5" in unknown.output
     assert "jobs must be between 1" in invoke(compare_optimizers.app, "run", "--jobs", "0", *results).output
 
