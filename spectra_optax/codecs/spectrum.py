@@ -105,7 +105,7 @@ class Spectrum:
     def label(self) -> str:
         """What shapes a state, in words: the lowering and the refresh can change from run to run."""
         form = self.values.label if self.values is not None else self.dtype or "bfloat16"
-        seed = f" {self.seed or 0}" if self.mask == "random" else ""
+        seed = f" seed={self.seed or 0}" if self.mask == "random" else ""
         return f"keep {float(self.keep):g} of {self.block} {self.mask}{seed} {form}"
 
     @property
