@@ -102,7 +102,10 @@ def trained(tx):
     return np.asarray(jax.jit(functools.partial(jax.lax.map, run))(jax.random.split(jax.random.key(0), SEEDS)))
 
 
-@pytest.mark.parametrize("name", OPTAX)
+QUICK = ("sgd momentum", "adamw", "lion", "muon")
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in QUICK else [pytest.mark.slow]) for n in OPTAX])
 def test_trains_as_its_dense_self(name):
     """The loss ends within the spread of the dense optimizer's own seeds, which is what a batch order changes."""
     inner, codecs = OPTAX[name]

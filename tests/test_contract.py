@@ -139,6 +139,7 @@ def spectrum(mask, **settings):
 TABLE = {
     "spectra_adamw": adamw(),
     "spectra_adamw/full": adamw(momentum=FullMomentum(), leaves=SMALL),
+    "spectra_adamw/companded": adamw(momentum=Spectrum(keep=0.5, block=4, values=Companded(group=4)), leaves=SMALL),
     **{f"spectra_adamw/{mask}": adamw(momentum=spectrum(mask), leaves=SMALL) for mask in MASKS},
     "compress_state": Entry(
         functools.partial(compressed_adamw, learning_rate=1e-2), OPTAX_MASKS | OPTAX_DECAYS | CODES, largest=1e18
@@ -157,13 +158,20 @@ TABLE = {
     ),
 }
 
+# Settings whose code the other entries run too.
+SLOW = {"flash_adam", "flash_sgd", "spectra_adamw/random", "spectra_adamw/topk", "spectra_adamw/companded"}
 PROMISES = set()
 
 
 def promise(test):
     """Runs `test(entry, ...)` for every entry of the table that is not exempt from it."""
     PROMISES.add(test.__name__)
-    bound = [pytest.param(entry, id=name) for name, entry in TABLE.items() if test.__name__ not in entry.exempt]
+    marks = lambda name: [pytest.mark.slow] if name in SLOW else []
+    bound = [
+        pytest.param(entry, id=name, marks=marks(name))
+        for name, entry in TABLE.items()
+        if test.__name__ not in entry.exempt
+    ]
     return pytest.mark.parametrize("entry", bound)(test)
 
 
@@ -339,7 +347,7 @@ def test_statistics_are_trees_like_the_parameters(entry):
     params = make_params()
     for node in fields.nodes(entry.make().init(params)):
         for name in node.keys() - COUNTERS:
-            if fields.nodes(node[name]):  # a state within a state
+            if fields.nodes(node[name]) or isinstance(node[name], optax.EmptyState):  # a state within a state
                 continue
             held = node[name]
             for tree in held.values() if isinstance(held, dict) and "dense" in held else [held]:

@@ -34,7 +34,8 @@ def random_bits(x: jax.Array, count: jax.Array, salt: int) -> jax.Array:
 
 
 def to_bfloat16(x: jax.Array, count: jax.Array) -> jax.Array:
-    """Rounds float32 to bfloat16 without bias: an average that moves by less than half a bfloat16 a step moves on."""
+    """Rounds to bfloat16 without bias: an average that moves by less than half a bfloat16 a step moves on."""
+    x = x.astype(jnp.float32)
     bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
     raised = (bits + (random_bits(x, count, 0) >> 16)) & jnp.uint32(0xFFFF0000)
     return jax.lax.bitcast_convert_type(jnp.where(jnp.isfinite(x), raised, bits), jnp.float32).astype(jnp.bfloat16)

@@ -173,7 +173,7 @@ class Spectrum:
             dtype = self._dtype(leaf)
             x = to_bfloat16(coefficients, count) if dtype == "bfloat16" else coefficients.astype(dtype)
             return {"coefficients": layout.join(x, leaf.cut_axis)}
-        x = layout.join(coefficients, leaf.cut_axis)
+        x = layout.join(coefficients.astype(jnp.float32), leaf.cut_axis)
         held = self.values.encode_array(x, leaf.cut_axis, count)
         return {"coefficients": held["codes"], "scales": held["scales"]}
 
