@@ -59,7 +59,6 @@ def block_length(length: int, block: int) -> int:
         return length
     divisors = [b for b in range(block, (block - 1) // 2, -1) if length % b == 0]
     if length >= sharding.USUAL_SHARDS * block:
-        divisors.sort(
-            key=lambda b: (length // b % sharding.USUAL_SHARDS != 0, b % _TILE != 0)
-        )  # stable: the longest first
+        whole = [b for b in divisors if length // b % sharding.USUAL_SHARDS == 0]
+        divisors = sorted(whole, key=lambda b: b % _TILE != 0) or divisors  # stable: the longest first
     return divisors[0] if divisors else block
