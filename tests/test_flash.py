@@ -227,6 +227,7 @@ def drifts(case):
 @pytest.mark.parametrize("case", CASES)
 def test_drift_is_at_most_that_of_the_best_form_known(case):
     ours, _, best = drifts(case)
+    # 0.1 to 2.5 % above it in two cases, 10 to 70 % below it in the rest: its momentum does not come to rest.
     assert ours <= 1.03 * best, (ours, best)
 
 

@@ -1,7 +1,8 @@
 """What a compact form must offer so that any field of any optimizer's state can be held in it.
 
 `Companded`, `Factored` and `Spectrum` offer it; a form of your own that does works in `compress_state` as well. Build
-its slots with `spectra_optax.sharding.slot`. A form of second moments should not turn what is not 0 into 0.
+its slots with `spectra_optax.sharding.slot`. A form of second moments should not turn what is not 0 into 0;
+one with an array `codes` in which 0 is zero may say `zero_is_zero = True`, and momenta beside it are zeroed there.
 """
 
 from collections.abc import Mapping

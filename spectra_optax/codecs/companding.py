@@ -80,6 +80,11 @@ class Companded:
         return f"{self.sign} {self.bits} bits, group {self.group}, scale {self.scale}"
 
     @property
+    def zero_is_zero(self) -> bool:
+        """Whether code 0 is zero: those of a momentum then follow those of the second moment beside it."""
+        return self.bits == 8
+
+    @property
     def names(self) -> tuple[str, ...]:
         """The arrays that hold a leaf."""
         return ("codes", "scales")

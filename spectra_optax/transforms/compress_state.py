@@ -20,7 +20,6 @@ import optax
 
 from spectra_optax import arguments, fields, sharding
 from spectra_optax.codecs.codec import Codec
-from spectra_optax.codecs.companding import Companded
 from spectra_optax.codecs.spectrum import Spectrum
 from spectra_optax.leaves import Leaf, LeafRules, wide
 from spectra_optax.lift import FORMAT, check_settings, check_type, described, encode_settings, leaves_of, named
@@ -138,7 +137,9 @@ def _compressed(treated: list[Leaf]) -> dict[str, Leaf]:
 def _encode(codecs: dict[str, Codec], decided: dict[str, Leaf], state: Any, count: jax.Array) -> Any:
     def rule(node):
         held = {name: _encode_field(codecs[name], decided, node[name], count) for name in node if name in codecs}
-        forms = {name: codec for name, codec in codecs.items() if name in held and isinstance(codec, Companded)}
+        forms = {
+            name: codec for name, codec in codecs.items() if name in held and getattr(codec, "zero_is_zero", False)
+        }
         second = [held[name]["codes"] for name, codec in forms.items() if codec.sign == "unsigned"]
         for name, codec in forms.items():
             if codec.sign == "signed":
@@ -150,7 +151,9 @@ def _encode(codecs: dict[str, Codec], decided: dict[str, Leaf], state: Any, coun
 
 def _settled(codes: Any, second: Any) -> Any:
     """Codes of a momentum, 0 where those of the second moment are: a remainder must not be divided by nothing."""
-    rule = lambda m, v: jnp.where(v == 0, jnp.int8(0), m) if m.shape == v.shape else m  # others are 4 bits: never 0
+    rule = lambda m, v: (
+        jnp.where(v == 0, jnp.zeros_like(m), m) if m.shape == v.shape else m
+    )  # others are 4 bits: never 0
     return jax.tree.map(rule, codes, second)
 
 
