@@ -981,7 +981,7 @@ def test_a_stacked_leaf_equals_its_slices(entry):
     for i in range(3):
         single = run(tx, layer(params, i), [layer(g, i) for g in gradients])
         # Counters do not grow with the stack. XLA orders sums by shape, and now and then that turns a bfloat16.
-        ours = jax.tree.map(lambda s, x: s if s.shape == x.shape else s[i], stacked, single)  # noqa: B023
+        ours = jax.tree.map(lambda s, x, i=i: s if s.shape == x.shape else s[i], stacked, single)
         assert_close(ours, single, rtol=4e-3)
 
 

@@ -224,11 +224,14 @@ def drifts(case):
     return np.asarray([run(jax.random.key(seed)) for seed in range(3)]).mean(axis=0)
 
 
+# Where ours drifts more, 2.5 and 0.2 %: stochastic rounding of a momentum costs that, and lets it come to rest.
+ABOVE = {"b2 .999, sizes e^.5": 1.03, "b2 .999, sizes e^1, unit 1e-6": 1.005}
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_drift_is_at_most_that_of_the_best_form_known(case):
     ours, _, best = drifts(case)
-    # 0.1 to 2.5 % above it in two cases, 10 to 70 % below it in the rest: its momentum does not come to rest.
-    assert ours <= 1.03 * best, (ours, best)
+    assert ours <= ABOVE.get(case, 1.0) * best, (ours, best)
 
 
 def test_drift_where_the_published_form_diverges():
