@@ -24,6 +24,7 @@ from spectra_optax.leaves import Leaf, LeafRules, wide
 from spectra_optax.sharding import Slot
 
 FORMAT = 1  # of the states; raised when a layout changes
+_LEAVES = ", leaves "  # in a state's description, before the checksum of how its leaves are treated
 
 
 Slots = dict[str, Slot]
@@ -134,7 +135,7 @@ def described(label: str, decided: list[Leaf]) -> str:
     """A label with a checksum of how the leaves are treated, which functions of a path leave no other trace of."""
     from_end = lambda leaf, axes: [axis - len(leaf.shape) for axis in axes]  # the same for a leaf and a stack of it
     treated = [(leaf.kind, from_end(leaf, leaf.rows), from_end(leaf, leaf.cols)) for leaf in decided]
-    return f"{label}, leaves {zlib.crc32(repr(treated).encode()):08x}"
+    return f"{label}{_LEAVES}{zlib.crc32(repr(treated).encode()):08x}"
 
 
 def check_type(state: Any, expected: type) -> None:
@@ -150,13 +151,19 @@ def check_settings(stored: jax.Array, label: str) -> None:
       ValueError: if the state's description of itself differs; under `jit` only its length is known.
     """
     expected = np.frombuffer(label.encode(), np.uint8)
-    if stored.shape != expected.shape:
+    if isinstance(stored, jax.core.Tracer):
+        if stored.shape == expected.shape:
+            return
         found = f"a description of {stored.shape} bytes"
-    elif not isinstance(stored, jax.core.Tracer) and not np.array_equal(stored, expected):
-        found = repr(bytes(np.asarray(stored)).decode(errors="replace"))
-    else:
+    elif np.array_equal(stored, expected):
         return
-    raise ValueError(f"The optimizer's state was built under other settings: expected {label!r}, got {found}.")
+    else:
+        found = bytes(np.asarray(stored)).decode(errors="replace")
+    if found.split(_LEAVES)[0] == label.split(_LEAVES)[0]:
+        problem = "The gradients do not belong to this state, or its leaves were treated by other rules"
+    else:
+        problem = "The optimizer's state was built under other settings"
+    raise ValueError(f"{problem}: expected {label!r}, got {found!r}.")
 
 
 def leaves_of(tree: Any, rules: LeafRules) -> list[Leaf]:

@@ -45,6 +45,8 @@ from spectra_optax import (
     spectra_adamw,
     state_bytes,
 )
+from spectra_optax.transforms.in_float32 import in_float32
+from spectra_optax.transforms.split_weights import split_leaves
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The table
@@ -115,6 +117,12 @@ def compressed_adamw(learning_rate, b1=0.9, b2=0.999, eps=1e-8, *, weight_decay=
     return compress_state(inner, mu=Companded(), nu=Companded("unsigned"), leaves=leaves)
 
 
+def split_adamw(learning_rate, b1=0.9, b2=0.999, eps=1e-8, *, weight_decay=1e-4, mask=None):
+    """`split_master_weights` but for its refusal of trees without 16-bit leaves, which most promises are tested on."""
+    inner = optax.adamw(learning_rate, b1, b2, eps, weight_decay=weight_decay, mask=mask)
+    return split_leaves(in_float32(inner), 32, None)
+
+
 NO_COUNT = {
     "test_counter_saturates": "Optax's trace does not count",
     "test_state_of_other_settings_is_refused": "its momentum is a number",
@@ -148,6 +156,12 @@ TABLE = {
     "flash_adam": flash(flash_adam, NO_DECAY, learning_rate=1e-2),
     "flash_sgd": flash(flash_sgd, NO_COUNT, learning_rate=1e-2, momentum=0.9, weight_decay=1e-4),
     "flash_lion": flash(flash_lion, learning_rate=1e-2, weight_decay=1e-4),
+    "split_master_weights": Entry(
+        functools.partial(split_adamw, learning_rate=1e-2),
+        OPTAX_MASKS | OPTAX_DECAYS | MASTER_WEIGHTS,
+        largest=1e18,
+        is_split=True,
+    ),
     "scale_by_factored_rms": piece(scale_by_factored_rms),
     "clip_by_block_rms": piece(clip_by_block_rms, NO_SECOND_MOMENT, NO_STATE),
     "scale_by_spectral_momentum/lowpass": piece(
