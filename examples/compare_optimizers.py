@@ -70,6 +70,10 @@ ENTRIES = {
     "spectra_lowpass_eighth": _spectra(keep=1 / 8),
     "spectra_8bit": Entry(optimizer_named("spectra_adamw_8bit")),
     "spectra_8bit_split": Entry(optimizer_named("spectra_adamw_split"), weights="bfloat16"),
+    **{
+        name: Entry(optimizer_named(name))
+        for name in ("gwt_adamw", "gwt_adamw_level3", "gwt_adafactor", "foam_adamw", "foam_adamw_8bit")
+    },
     "flash_adamw": Entry(optimizer_named("flash_adamw"), weights="bfloat16"),
     **{
         f"flash_{name}": Entry(optimizer_named(f"flash_{name}"), weights="bfloat16") for name in ("adam", "lion", "sgd")

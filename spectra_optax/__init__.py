@@ -6,6 +6,7 @@ from spectra_optax.codecs.codec import Codec as Codec
 from spectra_optax.codecs.companding import Companded as Companded
 from spectra_optax.codecs.factored import Factored as Factored
 from spectra_optax.codecs.spectrum import Spectrum as Spectrum
+from spectra_optax.codecs.wavelet import Wavelet as Wavelet
 from spectra_optax.flash import flash_adam as flash_adam
 from spectra_optax.flash import flash_adamw as flash_adamw
 from spectra_optax.flash import flash_lion as flash_lion
@@ -34,6 +35,8 @@ from spectra_optax.transforms.factored_rms import (
 from spectra_optax.transforms.factored_rms import (
     scale_by_factored_rms as scale_by_factored_rms,
 )
+from spectra_optax.transforms.folded_adam import FoamState as FoamState
+from spectra_optax.transforms.folded_adam import scale_by_foam as scale_by_foam
 from spectra_optax.transforms.spectral_momentum import (
     SpectralMomentumState as SpectralMomentumState,
 )
@@ -44,5 +47,12 @@ from spectra_optax.transforms.split_weights import SplitWeightsState as SplitWei
 from spectra_optax.transforms.split_weights import master_weights as master_weights
 from spectra_optax.transforms.split_weights import split_master_weights as split_master_weights
 from spectra_optax.transforms.split_weights import with_master_weights as with_master_weights
+from spectra_optax.transforms.wavelet_adam import GwtState as GwtState
+from spectra_optax.transforms.wavelet_adam import scale_by_gwt as scale_by_gwt
+from spectra_optax.transforms.wavelet_subspace import WaveletSubspaceState as WaveletSubspaceState
+from spectra_optax.transforms.wavelet_subspace import in_wavelet_subspace as in_wavelet_subspace
+from spectra_optax.wavelets import foam_adamw as foam_adamw
+from spectra_optax.wavelets import gwt_adafactor as gwt_adafactor
+from spectra_optax.wavelets import gwt_adamw as gwt_adamw
 
 __version__ = version("spectra-optax")

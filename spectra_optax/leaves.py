@@ -25,6 +25,10 @@ Axes = tuple[tuple[int, ...], tuple[int, ...]]
 # Flax's names for vectors. Stacked over layers they look like matrices, and are none.
 _VECTORS = ("bias", "scale")
 
+# What models call their lookup tables, and the layer before the loss.
+_TABLES = ("embed", "embedder", "wte", "wpe")
+_HEADS = ("head", "lm_head", "output_head", "logits")
+
 _seen: contextvars.ContextVar[dict[str, "Leaf"] | None] = contextvars.ContextVar("seen leaves", default=None)
 
 
@@ -164,6 +168,23 @@ class LeafRules:
         kind: Kind = "embedding" if embeds else "matrix"
         count = math.prod(shape) // (r * c)
         return kind, f"{kind} {r} x {c}" + (f" in a batch of {count}" if count > 1 else ""), rows, cols
+
+
+def embeds_or_predicts(path: str) -> bool:
+    """Whether a path names an embedding or a head, as language models call them.
+
+    Example:
+      >>> from spectra_optax.leaves import embeds_or_predicts
+      >>> list(map(embeds_or_predicts, ("embed_tokens/embedding", "lm_head/kernel", "attention_heads/kernel")))
+      [True, True, False]
+    """
+    return any(
+        name in _HEADS or name in _TABLES or name.startswith(("embed_", "embedding")) or name.endswith("_embed")
+        for name in path.split("/")
+    )
+
+
+LINEAR_LAYERS = LeafRules(dense=embeds_or_predicts)
 
 
 def inexact(path: str, dtype: jax.typing.DTypeLike) -> np.dtype:

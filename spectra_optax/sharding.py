@@ -50,9 +50,9 @@ def slot(
 def start(s: Slot, param: Any) -> jax.Array:
     """The slot's first value, sharded like its parameter."""
     if isinstance(param, jax.core.Tracer):  # what varies between the devices of a `jax.shard_map` has a type of its own
-        zeros = jnp.zeros_like(param, dtype=s.dtype, shape=s.shape, device=_carried(s, param))
+        zeros = jnp.zeros_like(param, dtype=s.dtype, shape=s.shape, device=carried(s, param))
     else:
-        zeros = jnp.zeros_like(jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=_carried(s, param)))
+        zeros = jnp.zeros_like(jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=carried(s, param)))
     if isinstance(s.value, float) and s.value == 0:
         return zeros
     return zeros + jnp.broadcast_to(jnp.asarray(s.value, s.dtype), s.shape)
@@ -97,7 +97,7 @@ def _reshard(x: jax.Array, layout: NamedSharding, spec: Sequence[Any]) -> jax.Ar
     return jax.sharding.reshard(x, NamedSharding(layout.mesh, PartitionSpec(*spec)))
 
 
-def _carried(s: Slot, param: Any) -> jax.sharding.Sharding | None:
+def carried(s: Slot, param: Any) -> jax.sharding.Sharding | None:
     """The parameter's sharding carried over to a slot; an axis that shards would cut within a run is replicated."""
     sharding = of(param)
     if not isinstance(sharding, NamedSharding):

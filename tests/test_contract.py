@@ -32,6 +32,7 @@ from spectra_optax import (
     FullMomentum,
     LeafRules,
     Spectrum,
+    Wavelet,
     clip_by_block_rms,
     compress_state,
     fields,
@@ -39,8 +40,14 @@ from spectra_optax import (
     flash_adamw,
     flash_lion,
     flash_sgd,
+    foam_adamw,
+    gwt_adafactor,
+    gwt_adamw,
+    in_wavelet_subspace,
     memory_table,
     scale_by_factored_rms,
+    scale_by_foam,
+    scale_by_gwt,
     scale_by_spectral_momentum,
     spectra_adamw,
     state_bytes,
@@ -135,9 +142,27 @@ def flash(factory, *exemptions, **settings):
     return Entry(functools.partial(factory, leaves=SMALL, **settings), exempt, largest=1e18, is_split=True)
 
 
-def piece(factory, *exemptions, **settings):
+def piece(factory, *exemptions, largest=math.inf, **settings):
     exempt = functools.reduce(operator.or_, exemptions, NO_DECAY | NO_LEARNING_RATE)
-    return Entry(functools.partial(factory, leaves=SMALL, **settings), exempt)
+    return Entry(functools.partial(factory, leaves=SMALL, **settings), exempt, largest=largest)
+
+
+APPROXIMATIONS = {"test_second_moment_follows_a_constant_gradient": "is that of approximations: see test_wavelets"}
+PUBLISHED = {"test_second_moment_follows_a_constant_gradient": "is held in bfloat16, as published, and sticks"}
+
+
+HALF = Wavelet(level=1)  # the only one that axes of length 2 have
+LONG_FILTER = {"test_leaves_of_odd_shapes": "axes are refused that are shorter than the filter"}
+
+
+def waved(factory, *exemptions, wavelet=HALF, **settings):
+    exempt = functools.reduce(operator.or_, exemptions, {})
+    return Entry(functools.partial(factory, wavelet=wavelet, leaves=SMALL, **settings), exempt, largest=1e18)
+
+
+def compressed_foam(leaves=SMALL, wavelet=HALF):
+    inner = foam_adamw(1e-2, wavelet=wavelet, leaves=leaves)
+    return compress_state(inner, mu=Companded(), nu=Companded("unsigned"), leaves=leaves)
 
 
 def spectrum(mask, **settings):
@@ -162,8 +187,20 @@ TABLE = {
         largest=1e18,
         is_split=True,
     ),
+    "gwt_adamw": waved(gwt_adamw, APPROXIMATIONS, learning_rate=1e-2),
+    "gwt_adamw/db2": waved(gwt_adamw, APPROXIMATIONS, LONG_FILTER, learning_rate=1e-2, wavelet=Wavelet("db2", level=1)),
+    "gwt_adafactor": waved(gwt_adafactor, learning_rate=1e-2),
+    "foam_adamw": waved(foam_adamw, learning_rate=1e-2),
+    "compress_state/foam": waved(compressed_foam, CODES),
     "scale_by_factored_rms": piece(scale_by_factored_rms),
     "clip_by_block_rms": piece(clip_by_block_rms, NO_SECOND_MOMENT, NO_STATE),
+    "scale_by_gwt": piece(scale_by_gwt, APPROXIMATIONS, wavelet=HALF, largest=1e18),
+    "scale_by_gwt/reference": piece(scale_by_gwt, PUBLISHED, wavelet=HALF, mode="reference", largest=1e18),
+    "scale_by_foam": piece(scale_by_foam, wavelet=HALF, largest=1e18),
+    "scale_by_foam/reference": piece(scale_by_foam, PUBLISHED, wavelet=HALF, mode="reference", largest=1e18),
+    "in_wavelet_subspace": piece(
+        in_wavelet_subspace, APPROXIMATIONS, inner=optax.scale_by_adam(), wavelet=HALF, largest=1e18
+    ),
     "scale_by_spectral_momentum/lowpass": piece(
         scale_by_spectral_momentum, NO_SECOND_MOMENT, FFT_GATHERS, spectrum=spectrum("lowpass", lowering="fft")
     ),
@@ -173,7 +210,12 @@ TABLE = {
 }
 
 # Settings whose code the other entries run too.
-SLOW = {"flash_adam", "flash_sgd", "spectra_adamw/random", "spectra_adamw/topk", "spectra_adamw/companded"}
+SLOW = {"flash_adam", "flash_sgd", "spectra_adamw/random", "spectra_adamw/topk", "spectra_adamw/companded"} | {
+    "gwt_adamw/db2",
+    "gwt_adafactor",
+    "scale_by_gwt/reference",
+    "scale_by_foam/reference",
+}
 PROMISES = set()
 
 

@@ -15,11 +15,15 @@ from spectra_optax import (
     Companded,
     FullMomentum,
     Spectrum,
+    Wavelet,
     compress_state,
     flash_adam,
     flash_adamw,
     flash_lion,
     flash_sgd,
+    foam_adamw,
+    gwt_adafactor,
+    gwt_adamw,
     spectra_adamw,
     split_master_weights,
 )
@@ -73,12 +77,22 @@ def _split_spectra_adamw(learning_rate, *, b1, b2, weight_decay, mask) -> optax.
     return split_master_weights(inner)
 
 
+def _foam_in_8_bits(learning_rate, *, b1, b2, weight_decay, mask) -> optax.GradientTransformation:
+    inner = foam_adamw(learning_rate, b1, b2, weight_decay=weight_decay, mask=mask)
+    return compress_state(inner, mu=Companded(), nu=Companded("unsigned"))
+
+
 OPTIMIZERS = {
     "adamw": optax.adamw,
     "spectra_adamw": spectra_adamw,
     "spectra_adamw_full": functools.partial(spectra_adamw, momentum=FullMomentum()),
     "spectra_adamw_8bit": functools.partial(spectra_adamw, momentum=Spectrum(values=Companded())),
     "spectra_adamw_split": _split_spectra_adamw,
+    "gwt_adamw": gwt_adamw,
+    "gwt_adamw_level3": functools.partial(gwt_adamw, wavelet=Wavelet(level=3)),
+    "gwt_adafactor": gwt_adafactor,
+    "foam_adamw": foam_adamw,
+    "foam_adamw_8bit": _foam_in_8_bits,
     "flash_adamw": flash_adamw,
     "flash_adam": flash_adam,
     "flash_lion": flash_lion,

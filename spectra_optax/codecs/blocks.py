@@ -7,6 +7,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from spectra_optax import sharding
 
@@ -62,3 +63,10 @@ def block_length(length: int, block: int) -> int:
         whole = [b for b in divisors if length // b % sharding.USUAL_SHARDS == 0]
         divisors = sorted(whole, key=lambda b: b % _TILE != 0) or divisors  # stable: the longest first
     return divisors[0] if divisors else block
+
+
+def product(matrices: jax.Array | np.ndarray, blocks: jax.Array) -> jax.Array:
+    """`[..., m, p, q] @ [..., n, q, c]`, as `n` separate products: their operands need no transposition."""
+    shape = (*blocks.shape[:-2], *matrices.shape[-2:])
+    spread = sharding.like(jnp.broadcast_to(matrices, shape), blocks, range(blocks.ndim - 2))
+    return jnp.matmul(spread, blocks, precision="highest")

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spectra_optax import sharding
+from spectra_optax.codecs.blocks import product
 
 _LARGEST_MATMUL = 512  # above it the FFT's n log n wins over the matrix product
 
@@ -40,14 +40,14 @@ def analyse(blocks: jax.Array, index: Index, lowering: Lowering) -> jax.Array:
     """The kept coefficients `[..., n, k, c]` of blocks `[..., n, b, c]`; `index` is int32 `[..., m, k]`."""
     block = blocks.shape[-2]
     if not _uses_fft(lowering, block):
-        return _product(_kept_basis(index, block), blocks)
+        return product(_kept_basis(index, block), blocks)
     return jnp.take_along_axis(_transform(blocks), _batched(index, blocks.ndim - 1)[..., None], axis=-2)
 
 
 def synthesise(coefficients: jax.Array, index: Index, block: int, lowering: Lowering) -> jax.Array:
     """Blocks `[..., n, b, c]` with the coefficients `[..., n, k, c]` and no others: the adjoint of `analyse`."""
     if not _uses_fft(lowering, block):
-        return _product(jnp.swapaxes(_kept_basis(index, block), -1, -2), coefficients)
+        return product(jnp.swapaxes(_kept_basis(index, block), -1, -2), coefficients)
     every = jnp.arange(block, dtype=jnp.int32)[None]
     return _inverse_transform(carry_over(coefficients, index, every))
 
@@ -75,13 +75,6 @@ def _kept_basis(index: Index, block: int) -> jax.Array:
         return jnp.asarray(basis(block)[index])
     chosen = jax.nn.one_hot(index, block, dtype=jnp.float32)
     return jnp.matmul(chosen, basis(block), precision="highest")
-
-
-def _product(matrices: jax.Array, blocks: jax.Array) -> jax.Array:
-    """`[..., m, p, q] @ [..., n, q, c]`, as `n` separate products: their operands need no transposition."""
-    shape = (*blocks.shape[:-2], *matrices.shape[-2:])
-    spread = sharding.like(jnp.broadcast_to(matrices, shape), blocks, range(blocks.ndim - 2))
-    return jnp.matmul(spread, blocks, precision="highest")
 
 
 def _transform(blocks: jax.Array) -> jax.Array:

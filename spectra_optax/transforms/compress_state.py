@@ -11,7 +11,9 @@ Bytes per parameter: those of the codecs; AdamW with `mu=Companded(), nu=Compand
 8. Leaves that are dense under `LeafRules`, and complex ones, stay in float32.
 """
 
+import dataclasses
 import functools
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -25,6 +27,8 @@ from spectra_optax.leaves import Leaf, LeafRules, wide
 from spectra_optax.lift import FORMAT, check_settings, check_type, described, encode_settings, leaves_of, named
 from spectra_optax.transforms.in_float32 import in_float32
 from spectra_optax.transforms.zero_start import starts_at_zero, without_zeros
+
+LeafOf = Callable[[str, tuple[int, ...]], Leaf | None]
 
 _DENSE = "dense"  # the tree, beside those of the codec, of the leaves that are held as they are
 # What Optax calls its second moments, and its averages of gradients.
@@ -78,22 +82,23 @@ def compress_state(
 
     def init(params):
         treated, count = leaves_of(params, leaves), jnp.zeros([], jnp.int32)
-        shapes, decided = jax.eval_shape(inner.init, params), _compressed(treated)
+        leaf_of, shapes = _leaf_of(leaves, treated), jax.eval_shape(inner.init, params)
         _check_fields(codecs, fields.nodes(shapes))
         if starts_at_zero(inner.init, codecs, params, shapes):
-            held = without_zeros(inner.init, _zeros(codecs, decided, shapes, params), codecs, params)
+            held = without_zeros(inner.init, _zeros(codecs, leaf_of, shapes, params), codecs, params)
         else:
-            held = _encode(codecs, decided, inner.init(params), count)
+            held = _encode(codecs, leaf_of, inner.init(params), count)
         return CompressedState(count, held, encode_settings(described(label, treated)))
 
     def update(updates, state, params=None, **extra_args):
         check_type(state, CompressedState)
         treated, count = leaves_of(updates, leaves), jnp.asarray(optax.safe_increment(state.step))
         check_settings(state.settings, described(label, treated))
-        decided = _compressed(treated)
-        full = _decode(codecs, decided, state.inner_state, updates)
+        leaf_of = _leaf_of(leaves, treated)
+        shapes = jax.eval_shape(inner.init, updates if params is None else params)
+        full = _decode(codecs, leaf_of, state.inner_state, shapes)
         updates, full = inner.update(updates, full, params, **extra_args)
-        return updates, CompressedState(count, _encode(codecs, decided, full, count), state.settings)
+        return updates, CompressedState(count, _encode(codecs, leaf_of, full, count), state.settings)
 
     return in_float32(optax.GradientTransformationExtraArgs(init, update))
 
@@ -129,14 +134,27 @@ def _is_tree(field: Any) -> bool:
     return any(getattr(x, "ndim", 0) for _, x in named(field)) or not jax.tree.leaves(field)
 
 
-def _compressed(treated: list[Leaf]) -> dict[str, Leaf]:
-    """The leaves that are compressed, by path."""
-    return {leaf.path: leaf for leaf in treated if leaf.is_matrix and not leaf.is_complex}
+def _leaf_of(rules: LeafRules, treated: list[Leaf]) -> LeafOf:
+    """How the array of a state at a path is compressed; None if it is not.
+
+    One that is shorter than its parameter (an average in a subspace) is a matrix over its own last two axes.
+    """
+    matrices = {leaf.path: leaf for leaf in treated if leaf.is_matrix and not leaf.is_complex}
+
+    def leaf_of(path: str, shape: tuple[int, ...]) -> Leaf | None:
+        leaf, n = matrices.get(path), len(shape)
+        if leaf is None or leaf.shape == shape:
+            return leaf
+        if n < 2 or min(shape[-2:]) < rules.min_dim:
+            return None
+        return dataclasses.replace(leaf, shape=shape, rows=(n - 2,), cols=(n - 1,))
+
+    return leaf_of
 
 
-def _encode(codecs: dict[str, Codec], decided: dict[str, Leaf], state: Any, count: jax.Array) -> Any:
+def _encode(codecs: dict[str, Codec], leaf_of: LeafOf, state: Any, count: jax.Array) -> Any:
     def rule(node):
-        held = {name: _encode_field(codecs[name], decided, node[name], count) for name in node if name in codecs}
+        held = {name: _encode_field(codecs[name], leaf_of, node[name], count) for name in node if name in codecs}
         forms = {
             name: codec for name, codec in codecs.items() if name in held and getattr(codec, "zero_is_zero", False)
         }
@@ -157,10 +175,10 @@ def _settled(codes: Any, second: Any) -> Any:
     return jax.tree.map(rule, codes, second)
 
 
-def _encode_field(codec: Codec, decided: dict[str, Leaf], tree: Any, count: jax.Array) -> dict[str, Any]:
+def _encode_field(codec: Codec, leaf_of: LeafOf, tree: Any, count: jax.Array) -> dict[str, Any]:
     def rule(path: str, x: jax.Array) -> dict[str, tuple[jax.Array, bool]]:
-        leaf = decided.get(path)
-        if leaf is None or leaf.shape != x.shape:
+        leaf = leaf_of(path, x.shape)
+        if leaf is None:
             return {_DENSE: (x, True)}
         slots = codec.slots(leaf)
         arrays = _encoded(codec, leaf, x, count)
@@ -169,14 +187,18 @@ def _encode_field(codec: Codec, decided: dict[str, Leaf], tree: Any, count: jax.
     return fields.spread(tree, (_DENSE, *codec.names), rule)
 
 
-def _zeros(codecs: dict[str, Codec], decided: dict[str, Leaf], shapes: Any, params: Any) -> Any:
+def _zeros(codecs: dict[str, Codec], leaf_of: LeafOf, shapes: Any, params: Any) -> Any:
     """A state of shapes with the fields that have a codec encoded, as those that start at zero are."""
     owners = dict(named(params))
 
+    def beside(s: sharding.Slot, param: Any) -> jax.Array:
+        known = len(s.shape) == len(param.shape)
+        return sharding.start(s if known else s._replace(axes=(None,) * len(s.shape)), param)
+
     def start(codec, path, x):
-        leaf, param = decided.get(path), owners.get(path, x)
-        if leaf is not None and leaf.shape == x.shape:
-            return {n: (sharding.start(s, param), sharding.fits(s, x.shape)) for n, s in codec.slots(leaf).items()}
+        leaf, param = leaf_of(path, x.shape), owners.get(path, x)
+        if leaf is not None:
+            return {n: (beside(s, param), sharding.fits(s, x.shape)) for n, s in codec.slots(leaf).items()}
         axes = range(x.ndim) if param.shape == x.shape else [None] * x.ndim
         return {_DENSE: (sharding.start(sharding.slot(x.shape, x.dtype, axes), param), True)}
 
@@ -187,15 +209,35 @@ def _zeros(codecs: dict[str, Codec], decided: dict[str, Leaf], shapes: Any, para
     return fields.map_nodes(rule, shapes)
 
 
-def _decode(codecs: dict[str, Codec], decided: dict[str, Leaf], state: Any, like: Any) -> Any:
-    def full(codec, path, arrays):
-        return arrays[_DENSE] if _DENSE in arrays else _decoded(codec, decided[path], dict(arrays))
+def _decode(codecs: dict[str, Codec], leaf_of: LeafOf, state: Any, shapes: Any) -> Any:
+    """The full state, whose shapes say what the codes stand for."""
+    expected: list[dict[str, Any]] = []
+
+    def collect(node):
+        held = {name: node[name] for name in codecs if name in node}
+        expected.append(held)
+        return held
 
     def rule(node):
-        held = {name: codec for name, codec in codecs.items() if name in node}
-        return {n: fields.gather(node[n], like, functools.partial(full, codec)) for n, codec in held.items()}
+        like = next(following)
+        return {name: _decode_field(codecs[name], leaf_of, node[name], like[name]) for name in like}
 
+    fields.map_nodes(collect, shapes)
+    following = iter(expected)
     return fields.map_nodes(rule, state)
+
+
+def _decode_field(codec: Codec, leaf_of: LeafOf, trees: Any, like: Any) -> Any:
+    shapes = {path: x.shape for path, x in named(like)}
+
+    def full(path: str, arrays: Mapping[str, jax.Array]) -> jax.Array:
+        if _DENSE in arrays:
+            return arrays[_DENSE]
+        leaf = leaf_of(path, shapes[path])
+        assert leaf is not None
+        return _decoded(codec, leaf, dict(arrays))
+
+    return fields.gather(trees, like, full)
 
 
 @functools.partial(jax.jit, static_argnames=("codec", "leaf"))

@@ -48,7 +48,7 @@ def _matrix(leaf: Leaf, unbias: jax.Array, g: jax.Array, b2: jax.Array, eps: jax
     row, col = factored.average(rms_row, row, b2), factored.average(rms_col, col, b2)
     inverse_row, inverse_col = factored.inverse_root(row, col, eps)
     u = x * (unbias * inverse_row)[..., None] * inverse_col[..., None, :]
-    return leaf.from_matrix(_bounded(u, jax.lax.rsqrt(1.0 - b2))), {"rms_row": row, "rms_col": col}
+    return leaf.from_matrix(bounded(u, jax.lax.rsqrt(1.0 - b2))), {"rms_row": row, "rms_col": col}
 
 
 def _dense(unbias: jax.Array, g: jax.Array, b2: jax.Array, eps: jax.Array, rms: jax.Array):
@@ -59,7 +59,8 @@ def _dense(unbias: jax.Array, g: jax.Array, b2: jax.Array, eps: jax.Array, rms: 
     return g * (unbias * inverse), {"rms": rms}
 
 
-def _bounded(u: jax.Array, bound: jax.Array) -> jax.Array:
+def bounded(u: jax.Array, bound: jax.Array) -> jax.Array:
+    """Numbers of at most this magnitude, complex ones of their own direction."""
     if jnp.iscomplexobj(u):
         return u * (bound / jnp.maximum(jnp.abs(u), bound))
     return jnp.clip(u, -bound, bound)

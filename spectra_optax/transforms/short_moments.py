@@ -1,0 +1,109 @@
+"""What Adams with moments shorter than their parameter have in common: slots, averages, the rule of dense leaves.
+
+    mu <- b1 mu + (1 - b1) x,   nu <- b2 nu + (1 - b2) square
+
+A rule maps the gradient of one matrix to an update; what is dense gets Adam itself.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from spectra_optax import arguments
+from spectra_optax.arguments import Scalar
+from spectra_optax.codecs.wavelet import Wavelet
+from spectra_optax.leaves import Leaf, LeafRules, wide
+from spectra_optax.lift import lift
+from spectra_optax.sharding import Slot, slot
+
+Mode = Literal["stable", "reference"]
+Held = dict[str, jax.Array]
+
+
+class Settings(NamedTuple):
+    """What is the same for every leaf and step."""
+
+    wavelet: Wavelet
+    mode: Mode
+
+
+class Decays(NamedTuple):
+    """The numbers of Adam, in the precision of what they are applied to."""
+
+    b1: Any
+    b2: Any
+    eps: Any
+
+
+Rule = Callable[[Settings, int, jax.Array, jax.Array, Decays, Held], tuple[jax.Array, Held]]
+
+
+def short_adam(
+    state_type: type,
+    rule: Rule,
+    settings: Settings,
+    hyperparameters: dict[str, Scalar],
+    leaves: LeafRules,
+    slots: Callable[[Leaf, Settings], dict[str, Slot]],
+) -> optax.GradientTransformationExtraArgs:
+    """Lifts a rule for one matrix, `(settings, axis, count, gradient, decays, held) -> (update, held)`.
+
+    Raises:
+      ValueError: if a hyperparameter is out of range or the mode unknown.
+      TypeError: if the wavelet is none.
+    """
+    arguments.instance("wavelet", settings.wavelet, Wavelet)
+    arguments.choice("mode", settings.mode, ("stable", "reference"))
+    checks = {"b1": arguments.decay_rate, "b2": arguments.decay_rate}
+    checked = {name: checks.get(name, arguments.positive)(name, value) for name, value in hyperparameters.items()}
+    label = f"{rule.__module__.rsplit('.', 1)[-1]} {settings.wavelet.label} {settings.mode}"
+    step = partial(_step, rule=rule, settings=settings, **checked)
+    return lift(state_type, lambda leaf: slots(leaf, settings), step, leaves, label)
+
+
+def moment_slots(leaf: Leaf, settings: Settings) -> dict[str, Slot]:
+    """Both moments of a leaf: of its approximation if it is a matrix, else of itself.
+
+    The published methods hold them in the parameter's dtype, where b2 of 0.999 is 1 if that is bfloat16.
+    """
+    if leaf.kind == "empty":
+        return {}
+    dtype = wide(leaf.dtype) if settings.mode == "stable" else leaf.dtype
+    shape, axes = leaf.shape, tuple(range(len(leaf.shape)))
+    if leaf.is_matrix:
+        shape, axes = settings.wavelet.matrix_shape(leaf), leaf.matrix_axes
+    return {"mu": slot(shape, dtype, axes), "nu": slot(shape, jnp.finfo(dtype).dtype, axes)}
+
+
+def averaged(x: jax.Array, square: jax.Array, decays: Decays, held: Held) -> tuple[jax.Array, jax.Array]:
+    """The moments after one more `x`, in its precision."""
+    mu = decays.b1 * held["mu"].astype(x.dtype) + (1.0 - decays.b1) * x
+    nu = decays.b2 * held["nu"].astype(square.dtype) + (1.0 - decays.b2) * square
+    return mu, nu
+
+
+def squared(x: jax.Array) -> jax.Array:
+    """Squared magnitudes."""
+    return jnp.square(x.real) + jnp.square(x.imag) if jnp.iscomplexobj(x) else jnp.square(x)
+
+
+@partial(jax.jit, static_argnames=("leaf", "rule", "settings"))
+def _step(
+    leaf: Leaf, count: jax.Array, g: jax.Array, *, rule: Rule, settings: Settings, b1, b2, eps, alpha, **held: jax.Array
+):
+    if leaf.kind == "empty":
+        return g, held
+    *numbers, alpha = (jnp.asarray(h, jnp.finfo(g.dtype).dtype) for h in (b1, b2, eps, alpha))
+    decays = Decays(*numbers)
+    if leaf.is_matrix:
+        u, new = rule(settings, settings.wavelet.cut_axis(leaf), count, leaf.to_matrix(g), decays, held)
+        u = leaf.from_matrix(alpha * u)
+    else:
+        mu, nu = averaged(g, squared(g), decays, held)
+        u = mu / (1.0 - decays.b1**count) / (jnp.sqrt(nu / (1.0 - decays.b2**count)) + decays.eps)
+        new = {"mu": mu, "nu": nu}
+    return u, {name: array.astype(held[name].dtype) for name, array in new.items()}

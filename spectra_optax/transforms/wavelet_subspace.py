@@ -1,0 +1,136 @@
+"""Any Optax transformation on the approximations of gradients, which have one number in `2^level`.
+
+    a  = approximation of g,   r = g - expansion(a), the details
+    u  = inner's update of a
+    g  -> expansion(u) + r rms(u) / rms(r)
+
+Details have no state; they move the weights as far as the approximation does, number for number, so that nothing is
+lost of what the gradient says. State: the inner one's, divided by `2^level`. Source: GWT (arXiv:2501.07237), whose
+Adam is `scale_by_gwt`; the matched norm is that of Fira (arXiv:2410.01623).
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from spectra_optax import arguments, sharding
+from spectra_optax.codecs.factored import reciprocal
+from spectra_optax.codecs.wavelet import Wavelet
+from spectra_optax.leaves import LINEAR_LAYERS, Leaf, LeafRules
+from spectra_optax.lift import FORMAT, check_settings, check_type, described, encode_settings, leaves_of
+from spectra_optax.transforms.in_float32 import in_float32
+from spectra_optax.transforms.short_moments import squared
+
+_PROBED = 3  # steps, because a schedule may start at 0
+
+
+class WaveletSubspaceState(NamedTuple):
+    """State of `in_wavelet_subspace`."""
+
+    inner_state: Any  # for parameters with the shapes of approximations
+    settings: jax.Array  # uint8 [n], what the state was built with
+
+
+def in_wavelet_subspace(
+    inner: optax.GradientTransformation, wavelet: Wavelet = Wavelet(), *, leaves: LeafRules = LINEAR_LAYERS
+) -> optax.GradientTransformationExtraArgs:
+    """Runs any transformation on approximations of the gradients; details pass at the size of its updates.
+
+    Args:
+      inner: any Optax transformation of gradients that keeps their direction, run in float32 or wider; the learning
+        rate goes behind, and so does weight decay, because it would see approximations of the parameters.
+      wavelet: the transform of every matrix.
+      leaves: which leaves are matrices; the others pass to `inner` as they are.
+
+    Returns:
+      An Optax transformation with state `WaveletSubspaceState`; updates have the gradients' dtype. The root mean
+      squares of a matrix that is sharded are sums over its shards.
+
+    Raises:
+      ValueError: at `init` if `inner` turns gradients around, as one with a learning rate does, or the axis of a matrix
+        is too short for the level.
+      TypeError: if `inner` or `wavelet` is of another type.
+
+    Example:
+      >>> import jax.numpy as jnp, optax
+      >>> from spectra_optax import Wavelet, in_wavelet_subspace
+      >>> params = {"kernel": jnp.ones((256, 128))}
+      >>> tx = optax.chain(in_wavelet_subspace(optax.scale_by_lion(), Wavelet(level=2)), optax.scale(-1e-4))
+      >>> tx.init(params)[0].inner_state.mu["kernel"].shape
+      (64, 128)
+    """
+    arguments.instance("inner", inner, optax.GradientTransformation)
+    arguments.instance("wavelet", wavelet, Wavelet)
+    arguments.instance("leaves", leaves, LeafRules)
+    inner = optax.with_extra_args_support(inner)
+    label = f"spectra_optax {FORMAT} wavelet_subspace {wavelet.label}"
+    approximations = functools.partial(_map, leaves, functools.partial(_approximation, wavelet))
+
+    def init(params):
+        _check_direction(inner)
+        settings = encode_settings(described(label, leaves_of(params, leaves)))
+        return WaveletSubspaceState(inner.init(approximations(params)), settings)
+
+    def update(updates, state, params=None, **extra_args):
+        check_type(state, WaveletSubspaceState)
+        check_settings(state.settings, described(label, leaves_of(updates, leaves)))
+        a, near = approximations(updates), None if params is None else approximations(params)
+        u, inner_state = inner.update(a, state.inner_state, near, **extra_args)
+        updates = _map(leaves, functools.partial(_completed, wavelet), updates, a, u)
+        return updates, WaveletSubspaceState(inner_state, state.settings)
+
+    return in_float32(optax.GradientTransformationExtraArgs(init, update))
+
+
+def _check_direction(inner: optax.GradientTransformationExtraArgs) -> None:
+    """Refuses a rule that turns gradients around: details, which follow the gradient, would go uphill beside it."""
+    with jax.ensure_compile_time_eval():
+        one, moved = {"w": jnp.ones((1, 1))}, 0.0
+        try:
+            state = inner.init(one)
+            for _ in range(_PROBED):
+                u, state = inner.update(one, state, one)
+                moved += float(optax.tree.sum(u))
+        except (TypeError, ValueError, KeyError):  # one that wants other parameters cannot be asked
+            return
+    if moved < 0:
+        raise ValueError(
+            "inner must map gradients to updates of their own direction, as optax.scale_by_adam does: put the learning "
+            "rate behind in_wavelet_subspace, not in it."
+        )
+
+
+def _map(leaves: LeafRules, rule: Callable[..., Any], tree: Any, *others: Any) -> Any:
+    """A rule `(leaf, array, *others)` on every matrix; of other leaves, the last of the arrays."""
+    arrays, treedef = jax.tree.flatten(tree)
+    columns = zip(leaves_of(tree, leaves), arrays, *map(jax.tree.leaves, others), strict=True)
+    return treedef.unflatten(rule(leaf, *xs) if leaf.is_matrix else xs[-1] for leaf, *xs in columns)
+
+
+def _approximation(wavelet: Wavelet, leaf: Leaf, x: Any) -> Any:
+    if isinstance(x, jax.ShapeDtypeStruct):
+        layout = sharding.carried(sharding.slot(wavelet.matrix_shape(leaf), x.dtype, leaf.matrix_axes), x)
+        return jax.ShapeDtypeStruct(wavelet.matrix_shape(leaf), x.dtype, sharding=layout)
+    wavelet.matrix_shape(leaf)
+    return _approximated(wavelet, leaf, x)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _approximated(wavelet: Wavelet, leaf: Leaf, x: jax.Array) -> jax.Array:
+    return wavelet.approximation(leaf.to_matrix(x), wavelet.cut_axis(leaf))
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _completed(wavelet: Wavelet, leaf: Leaf, g: jax.Array, a: jax.Array, u: jax.Array) -> jax.Array:
+    """The update of a matrix: that of its approximation, and details of the same root mean square."""
+    x, axis = leaf.to_matrix(g), wavelet.cut_axis(leaf)
+    expand = functools.partial(wavelet.expansion, n=x.shape[axis], axis=axis)
+    details = x - expand(a)
+    share = (x.shape[axis] - a.shape[axis]) / x.shape[axis]  # of the coefficients
+    size = jnp.sqrt(jnp.mean(squared(details), axis=(-2, -1), keepdims=True) / share)
+    wanted = jnp.sqrt(jnp.mean(squared(u), axis=(-2, -1), keepdims=True))
+    return leaf.from_matrix(expand(u) + details * (wanted * reciprocal(size)))
