@@ -2,10 +2,11 @@
 
     a  = approximation of g,   r = g - expansion(a), the details
     u  = inner's update of a
-    g  -> expansion(u) + r rms(u) / rms(r)
+    g  -> expansion(u) + r rms(u) / max(rms(a), rms(r)),   number for number
 
-Details have no state; they move the weights as far as the approximation does, number for number, so that nothing is
-lost of what the gradient says. State: the inner one's, divided by `2^level`. Source: GWT (arXiv:2501.07237), whose
+Details have no state; they are scaled as the approximation was, and move the weights as far as it does at most: where
+gradients are noise just as far, and where details are next to nothing they stay so. State: the inner one's, divided by
+`2^level`. Source: GWT (arXiv:2501.07237), whose
 Adam is `scale_by_gwt`; the matched norm is that of Fira (arXiv:2410.01623).
 """
 
@@ -94,7 +95,7 @@ def _check_direction(inner: optax.GradientTransformationExtraArgs) -> None:
             state = inner.init(one)
             for _ in range(_PROBED):
                 u, state = inner.update(one, state, one)
-                moved += float(optax.tree.sum(u))
+                moved += sum(float(jnp.sum(x)) for x in jax.tree.leaves(u))
         except (TypeError, ValueError, KeyError):  # one that wants other parameters cannot be asked
             return
     if moved < 0:
@@ -126,11 +127,11 @@ def _approximated(wavelet: Wavelet, leaf: Leaf, x: jax.Array) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _completed(wavelet: Wavelet, leaf: Leaf, g: jax.Array, a: jax.Array, u: jax.Array) -> jax.Array:
-    """The update of a matrix: that of its approximation, and details of the same root mean square."""
+    """The update of a matrix: that of its approximation, and details of at most the same root mean square."""
     x, axis = leaf.to_matrix(g), wavelet.cut_axis(leaf)
     expand = functools.partial(wavelet.expansion, n=x.shape[axis], axis=axis)
     details = x - expand(a)
     share = (x.shape[axis] - a.shape[axis]) / x.shape[axis]  # of the coefficients
-    size = jnp.sqrt(jnp.mean(squared(details), axis=(-2, -1), keepdims=True) / share)
-    wanted = jnp.sqrt(jnp.mean(squared(u), axis=(-2, -1), keepdims=True))
-    return leaf.from_matrix(expand(u) + details * (wanted * reciprocal(size)))
+    mean = lambda y: jnp.mean(squared(y), axis=(-2, -1), keepdims=True)
+    size = jnp.sqrt(jnp.maximum(mean(a), mean(details) / share))
+    return leaf.from_matrix(expand(u) + details * (jnp.sqrt(mean(u)) * reciprocal(size)))
