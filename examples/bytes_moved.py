@@ -27,7 +27,18 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from rich.console import Console
 from rich.table import Table
 
-from spectra_optax import Companded, FullMomentum, Spectrum, compress_state, flash_adamw, flash_lion, spectra_adamw
+from spectra_optax import (
+    Companded,
+    FullMomentum,
+    Spectrum,
+    compress_state,
+    flash_adamw,
+    flash_lion,
+    foam_adamw,
+    gwt_adafactor,
+    gwt_adamw,
+    spectra_adamw,
+)
 
 OPTIMIZERS = {
     "adamw": optax.adamw(1e-3),
@@ -38,6 +49,9 @@ OPTIMIZERS = {
     "adamw, 8-bit states": compress_state(optax.adamw(1e-3), mu=Companded(), nu=Companded("unsigned")),
     "flash_adamw": flash_adamw(1e-3),
     "flash_lion": flash_lion(1e-3),
+    "gwt_adamw": gwt_adamw(1e-3),
+    "gwt_adafactor": gwt_adafactor(1e-3),
+    "foam_adamw": foam_adamw(1e-3),
 }
 TOPOLOGIES = {"v5e": "v5e:2x2", "v6e": "v6e:2x2", "v4": "v4:2x2x1"}
 # What XLA's GPU compiler wants to know of an H100 SXM: its public properties.
@@ -64,11 +78,13 @@ def main(
     target: Annotated[str, typer.Option(help=f"One of {', '.join(TOPOLOGIES)}, h100.")] = "v5e",
     size: Annotated[int, typer.Option(help="Rows and columns of the one matrix.")] = 4096,
     dtype: Annotated[str, typer.Option(help="Of parameters and gradients.")] = "float32",
+    only: Annotated[list[str], typer.Option(help="Optimizers to compile; repeatable.")] = list(OPTIMIZERS),  # noqa: B006
 ) -> None:
     """Prints a table; the ratio is to what float32 AdamW moves at the least."""
     place, adamw = placed(target), 7 * 4 * size**2
     table = Table("optimizer", "least, MB", "moved, MB", "of AdamW's least", "temporaries, MB")
-    for name, tx in OPTIMIZERS.items():
+    for name in only:
+        tx = OPTIMIZERS[name]
         with mock.patch.object(jax, "default_backend", return_value="gpu" if target == "h100" else "tpu"):
             compiled, least = compiled_step(tx, jax.ShapeDtypeStruct((size, size), dtype, sharding=place))
         moved = moved_bytes(compiled.as_text())

@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 import pywt
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from spectra_optax import (
     Companded,
@@ -410,6 +411,30 @@ def test_published_memory_of_llama(size):
     levels = [scale_by_gwt(Wavelet(level=level), mode="reference") for level in (1, 2, 3)]
     found = [significant((weights + state_bytes(tx, params)) / 1e9) for tx in (optax.scale_by_adam(), *levels)]
     assert found == list(published)
+
+
+COLLECTIVES = ("all-reduce", "all-gather", "all-to-all", "collective-permute", "reduce-scatter")
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("spec", [("x", None), (None, "x")])
+@pytest.mark.parametrize("make", [gwt_adamw, foam_adamw])
+def test_shards_do_not_talk(make, spec, axis_type):
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(axis_type,))
+    place = NamedSharding(mesh, PartitionSpec(*spec))
+    tx, params = make(1e-3), {"w": jax.device_put(jnp.ones((512, 256)), place)}
+    state = tx.init(params)
+    moments = {x.shape: x.sharding for x in jax.tree.leaves(state) if x.ndim == 2}
+    assert moments == {(128, 256): place}
+
+    @jax.jit
+    def step(params, state, grads):
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    with jax.set_mesh(mesh):
+        program = step.lower(params, state, params).compile().as_text()
+    assert [name for name in COLLECTIVES if f" {name}" in program] == []
 
 
 # ---------------------------------------------------------------------------------------------------------------------
