@@ -22,6 +22,7 @@ from spectra_optax.transforms.block_clip import clip_by_block_rms
 from spectra_optax.transforms.factored_rms import scale_by_factored_rms
 from spectra_optax.transforms.folded_adam import scale_by_foam
 from spectra_optax.transforms.in_float32 import in_float32
+from spectra_optax.transforms.spectral_momentum import noise_gain
 from spectra_optax.transforms.wavelet_adam import scale_by_gwt
 from spectra_optax.transforms.wavelet_subspace import in_wavelet_subspace
 
@@ -134,7 +135,7 @@ def gwt_adafactor(
     """Adafactor with momentum for one number in `2^level`.
 
     Gradients are divided by the root of their factored second moment first, details included, which the published
-    form passes undivided; then approximations are averaged, and details pass at the size of the average.
+    form passes undivided; then approximations are averaged, and details pass at what an average leaves of noise.
 
     Args:
       learning_rate: a number or a schedule.
@@ -171,7 +172,7 @@ def gwt_adafactor(
     matrix = optax.chain(
         scale_by_factored_rms(b2, eps, leaves=leaves),
         clip_by_block_rms(1.0, leaves=leaves),
-        in_wavelet_subspace(optax.ema(b1), wavelet, leaves=leaves),
+        in_wavelet_subspace(optax.ema(b1), wavelet, gain=noise_gain(b1), leaves=leaves),
     )
     rules: dict[Hashable, optax.GradientTransformation] = {
         "matrix": matrix,

@@ -73,6 +73,14 @@ def names_of_tests(case):
     return unittest.TestLoader().getTestCaseNames(case)
 
 
+def without(prefixes, case):
+    """The class without the tests whose names begin with one of these."""
+    for name in names_of_tests(case):
+        if name.startswith(prefixes):
+            delattr(case, name)
+    return case
+
+
 def _without_skips(case):
     for name in names_of_tests(case):
         setattr(case, name, _never_skipped(getattr(case, name)))

@@ -85,16 +85,15 @@ def _spectral(leaf: Leaf, count: jax.Array, u: jax.Array, decay: jax.Array, spec
     index = held["index"] if spectrum.is_stored else spectrum.first_index(layout)[None]
     kept = analyse(blocks, index, spectrum.lowering)
     mu = decay * mu.astype(kept.dtype) + (1.0 - decay) * kept
-    unbias, noise = _gains(decay, count)
+    unbias, noise = 1.0 - decay**count, noise_gain(decay, decay**count)
     out = noise * blocks + synthesise(mu / unbias - noise * kept, index, layout.block, spectrum.lowering)
     held |= {_NAMES[name]: array for name, array in spectrum.hold(leaf, mu, count).items()}
     return leaf.from_matrix(layout.join(out, leaf.cut_axis)), held
 
 
-def _gains(decay: jax.Array, count: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The bias correction, and the gain of bias-corrected momentum on white noise."""
-    faded = decay**count
-    return 1.0 - faded, jnp.sqrt((1.0 - decay) * (1.0 + faded) / ((1.0 + decay) * (1.0 - faded)))
+def noise_gain(decay: Scalar, faded: Scalar = 0.0) -> jax.Array:
+    """What bias-corrected momentum leaves of white noise, in the long run or once `decay^t` is `faded`."""
+    return jnp.sqrt((1.0 - decay) * (1.0 + faded) / ((1.0 + decay) * (1.0 - faded)))
 
 
 @functools.partial(jax.jit, static_argnames=("leaf", "spectrum"))

@@ -5,8 +5,9 @@
     g  -> expansion(u) + r rms(u) / max(rms(a), rms(r)),   number for number
 
 Details have no state; they are scaled as the approximation was, and move the weights as far as it does at most: where
-gradients are noise just as far, and where details are next to nothing they stay so. State: the inner one's, divided by
-`2^level`. Source: GWT (arXiv:2501.07237), whose
+gradients are noise just as far, and where details are next to nothing they stay so; while the approximation rests, they
+do. A rule that is linear, such as an average, can have them pass at a fixed `gain` instead. State: the inner one's,
+divided by `2^level`. Source: GWT (arXiv:2501.07237), whose
 Adam is `scale_by_gwt`; the matched norm is that of Fira (arXiv:2410.01623).
 """
 
@@ -19,6 +20,7 @@ import jax.numpy as jnp
 import optax
 
 from spectra_optax import arguments, sharding
+from spectra_optax.arguments import Scalar
 from spectra_optax.codecs.factored import reciprocal
 from spectra_optax.codecs.wavelet import Wavelet
 from spectra_optax.leaves import LINEAR_LAYERS, Leaf, LeafRules
@@ -37,7 +39,11 @@ class WaveletSubspaceState(NamedTuple):
 
 
 def in_wavelet_subspace(
-    inner: optax.GradientTransformation, wavelet: Wavelet = Wavelet(), *, leaves: LeafRules = LINEAR_LAYERS
+    inner: optax.GradientTransformation,
+    wavelet: Wavelet = Wavelet(),
+    *,
+    gain: Scalar | None = None,
+    leaves: LeafRules = LINEAR_LAYERS,
 ) -> optax.GradientTransformationExtraArgs:
     """Runs any transformation on approximations of the gradients; details pass at the size of its updates.
 
@@ -45,15 +51,17 @@ def in_wavelet_subspace(
       inner: any Optax transformation of gradients that keeps their direction, run in float32 or wider; the learning
         rate goes behind, and so does weight decay, because it would see approximations of the parameters.
       wavelet: the transform of every matrix.
+      gain: of the details, above 0; if None, they match the updates of the approximation. `sqrt((1 - b) / (1 + b))` is
+        what an average with decay `b` leaves of noise.
       leaves: which leaves are matrices; the others pass to `inner` as they are.
 
     Returns:
-      An Optax transformation with state `WaveletSubspaceState`; updates have the gradients' dtype. The root mean
-      squares of a matrix that is sharded are sums over its shards.
+      An Optax transformation with state `WaveletSubspaceState`; updates have the gradients' dtype. Without a
+      `gain`, shards of a matrix share root mean squares.
 
     Raises:
-      ValueError: at `init` if `inner` turns gradients around, as one with a learning rate does, or the axis of a matrix
-        is too short for the level.
+      ValueError: if `gain` is not above 0; at `init` if `inner` turns gradients around, as one with a learning rate
+        does, or the axis of a matrix is too short for the level.
       TypeError: if `inner` or `wavelet` is of another type.
 
     Example:
@@ -67,6 +75,8 @@ def in_wavelet_subspace(
     arguments.instance("inner", inner, optax.GradientTransformation)
     arguments.instance("wavelet", wavelet, Wavelet)
     arguments.instance("leaves", leaves, LeafRules)
+    if gain is not None:
+        arguments.positive("gain", gain)
     inner = optax.with_extra_args_support(inner)
     label = f"spectra_optax {FORMAT} wavelet_subspace {wavelet.label}"
     approximations = functools.partial(_map, leaves, functools.partial(_approximation, wavelet))
@@ -81,7 +91,7 @@ def in_wavelet_subspace(
         check_settings(state.settings, described(label, leaves_of(updates, leaves)))
         a, near = approximations(updates), None if params is None else approximations(params)
         u, inner_state = inner.update(a, state.inner_state, near, **extra_args)
-        updates = _map(leaves, functools.partial(_completed, wavelet), updates, a, u)
+        updates = _map(leaves, functools.partial(_completed, wavelet, gain=gain), updates, a, u)
         return updates, WaveletSubspaceState(inner_state, state.settings)
 
     return in_float32(optax.GradientTransformationExtraArgs(init, update))
@@ -126,11 +136,15 @@ def _approximated(wavelet: Wavelet, leaf: Leaf, x: jax.Array) -> jax.Array:
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _completed(wavelet: Wavelet, leaf: Leaf, g: jax.Array, a: jax.Array, u: jax.Array) -> jax.Array:
-    """The update of a matrix: that of its approximation, and details of at most the same root mean square."""
+def _completed(
+    wavelet: Wavelet, leaf: Leaf, g: jax.Array, a: jax.Array, u: jax.Array, gain: Scalar | None
+) -> jax.Array:
+    """The update of a matrix: that of its approximation, and details at a gain or of at most its root mean square."""
     x, axis = leaf.to_matrix(g), wavelet.cut_axis(leaf)
     expand = functools.partial(wavelet.expansion, n=x.shape[axis], axis=axis)
     details = x - expand(a)
+    if gain is not None:
+        return leaf.from_matrix(expand(u) + gain * details)
     share = (x.shape[axis] - a.shape[axis]) / x.shape[axis]  # of the coefficients
     mean = lambda y: jnp.mean(squared(y), axis=(-2, -1), keepdims=True)
     size = jnp.sqrt(jnp.maximum(mean(a), mean(details) / share))
