@@ -19,10 +19,12 @@ import optax
 
 from spectra_optax import arguments
 from spectra_optax.arguments import Scalar
+from spectra_optax.codecs.codec import Codec
 from spectra_optax.codecs.companding import Companded
 from spectra_optax.leaves import LeafRules
 from spectra_optax.masks import aligned_mask
-from spectra_optax.transforms.compress_state import compress_state
+from spectra_optax.transforms.compress_state import compressed_state
+from spectra_optax.transforms.in_blocks import in_blocks
 from spectra_optax.transforms.split_weights import split_leaves
 
 _MOMENTS = {"mu": Companded(), "nu": Companded("unsigned")}
@@ -70,7 +72,7 @@ def flash_adamw(
     b1, b2 = arguments.decay_rate("b1", b1), arguments.decay_rate("b2", b2)
     eps, mask = arguments.positive("eps", eps), aligned_mask(mask)
     inner = optax.adamw(learning_rate, b1, b2, eps, weight_decay=weight_decay, mask=mask)
-    return split_leaves(compress_state(inner, leaves=leaves, **_MOMENTS), 24, None)
+    return _flash(inner, leaves, _MOMENTS)
 
 
 def flash_adam(
@@ -97,7 +99,7 @@ def flash_adam(
     """
     b1, b2 = arguments.decay_rate("b1", b1), arguments.decay_rate("b2", b2)
     inner = optax.adam(learning_rate, b1, b2, arguments.positive("eps", eps), nesterov=nesterov)
-    return split_leaves(compress_state(inner, leaves=leaves, **_MOMENTS), 24, None)
+    return _flash(inner, leaves, _MOMENTS)
 
 
 def flash_sgd(
@@ -136,9 +138,7 @@ def flash_sgd(
     if not (isinstance(weight_decay, float | int) and weight_decay == 0):
         pieces.append(optax.add_decayed_weights(weight_decay, aligned_mask(mask)))
     inner = optax.chain(*pieces, optax.scale_by_learning_rate(learning_rate))
-    if momentum is not None:
-        inner = compress_state(inner, leaves=leaves, trace=Companded())
-    return split_leaves(inner, 24, None)
+    return split_leaves(inner, 24, None) if momentum is None else _flash(inner, leaves, {"trace": Companded()})
 
 
 def flash_lion(
@@ -169,4 +169,9 @@ def flash_lion(
     """
     b1, b2 = arguments.decay_rate("b1", b1), arguments.decay_rate("b2", b2)
     inner = optax.lion(learning_rate, b1, b2, weight_decay=weight_decay, mask=aligned_mask(mask))
-    return split_leaves(compress_state(inner, leaves=leaves, mu=Companded()), 24, None)
+    return _flash(inner, leaves, {"mu": Companded()})
+
+
+def _flash(inner: optax.GradientTransformation, leaves: LeafRules, codecs: dict[str, Codec]):
+    """The two wrappers around an optimizer, around gradients that are cut into blocks while they still have 16 bits."""
+    return in_blocks(split_leaves(compressed_state(inner, leaves, codecs), 24, None), Companded(), leaves)

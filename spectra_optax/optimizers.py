@@ -25,6 +25,7 @@ from spectra_optax.lift import labels
 from spectra_optax.masks import aligned_mask
 from spectra_optax.transforms.block_clip import clip_by_block_rms
 from spectra_optax.transforms.factored_rms import scale_by_factored_rms
+from spectra_optax.transforms.in_blocks import in_blocks
 from spectra_optax.transforms.in_float32 import in_float32
 from spectra_optax.transforms.spectral_momentum import scale_by_spectral_momentum
 
@@ -134,13 +135,14 @@ def spectra_adamw(
         "dense": optax.scale_by_adam(b1, b2, eps),
         "empty": optax.identity(),
     }
-    return in_float32(
+    tx = in_float32(
         optax.chain(
             optax.partition(rules, labels(leaves)),
             optax.add_decayed_weights(weight_decay, aligned_mask(mask)),
             optax.scale_by_learning_rate(learning_rate),
         )
     )
+    return in_blocks(tx, momentum, leaves) if isinstance(momentum, Spectrum) else tx
 
 
 def _full_momentum(decay: Scalar, momentum: FullMomentum) -> optax.GradientTransformation:

@@ -27,7 +27,7 @@ import jax
 import jax.numpy as jnp
 
 from spectra_optax import arguments
-from spectra_optax.codecs.blocks import Layout, block_length
+from spectra_optax.codecs.blocks import Layout, apart, block_length
 from spectra_optax.codecs.rounding import random_bits
 from spectra_optax.leaves import Leaf
 from spectra_optax.sharding import Slot, slot
@@ -95,11 +95,16 @@ class Companded:
 
     def encode(self, leaf: Leaf, x: jax.Array, count: jax.Array) -> dict[str, jax.Array]:
         """The arrays for `x`, float32 of the leaf's shape; `count` (int32 `[]`) moves stochastic rounding."""
-        return self.encode_array(leaf.to_matrix(x), leaf.cut_axis, count)
+        layout = self.leaf_layout(leaf)
+        return self._encode(layout, layout.split(leaf.to_matrix(x), leaf.cut_axis), leaf.cut_axis, count)
 
     def decode(self, leaf: Leaf, arrays: Mapping[str, jax.Array]) -> jax.Array:
         """The numbers in the arrays, float32 of the leaf's shape."""
         return leaf.from_matrix(self.decode_array(arrays, leaf.matrix_shape[leaf.cut_axis], leaf.cut_axis))
+
+    def leaf_layout(self, leaf: Leaf) -> Layout:
+        """The layout of the axis along which a matrix leaf is cut into groups."""
+        return self._layout(leaf.matrix_shape[leaf.cut_axis])
 
     def array_slots(self, shape: Sequence[int], axes: Sequence[int | None], cut: int) -> dict[str, Slot]:
         """The arrays that hold one of `shape` `[..., r, c]`, whose axes follow `axes`, in groups along axis `cut`."""
@@ -114,9 +119,11 @@ class Companded:
         }
 
     def encode_array(self, x: jax.Array, cut: int, count: jax.Array) -> dict[str, jax.Array]:
-        """Codes and scales of `x`, float32 `[..., r, c]`."""
+        """Codes and scales of `x`, float32 `[..., r, c]`, as it comes from a product in blocks of another length."""
         layout = self._layout(x.shape[cut])
-        groups = _apart(layout, x, cut)
+        return self._encode(layout, apart(layout.split(x, cut)), cut, count)
+
+    def _encode(self, layout: Layout, groups: jax.Array, cut: int, count: jax.Array) -> dict[str, jax.Array]:
         largest = jnp.max(jnp.abs(groups), axis=-2, keepdims=True)
         held = largest if self.scale == "float32" else _exponent(largest)
         codes = self._codes(groups, self._scale(held), count)
@@ -127,7 +134,7 @@ class Companded:
     def decode_array(self, arrays: Mapping[str, jax.Array], length: int, cut: int) -> jax.Array:
         """The numbers held by codes and scales, float32, `length` along axis `cut`."""
         layout = self._layout(length)
-        codes = _apart(self._stored(layout), arrays["codes"], cut)
+        codes = apart(self._stored(layout).split(arrays["codes"], cut))  # or XLA stores a scale for each number
         scales = self._scale(_whole(layout).split(arrays["scales"], cut))
         if self.bits == 4:
             codes = _unpack(codes, layout.block)
@@ -179,12 +186,6 @@ class Companded:
             return layout
         packed = -(-layout.block // 2)
         return Layout(layout.count * packed, packed, layout.count, packed)
-
-
-def _apart(layout: Layout, x: jax.Array, cut: int) -> jax.Array:
-    """The groups of `x`; on TPUs XLA must not move the reshape past the scales, or it stores one for each number."""
-    groups = layout.split(x, cut)
-    return jax.lax.optimization_barrier(groups) if jax.default_backend() == "tpu" else groups
 
 
 def _whole(layout: Layout) -> Layout:

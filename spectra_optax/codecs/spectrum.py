@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from spectra_optax import arguments
-from spectra_optax.codecs.blocks import Layout, block_length
+from spectra_optax.codecs.blocks import Layout, apart, block_length
 from spectra_optax.codecs.companding import Companded
 from spectra_optax.codecs.fourier import Lowering, analyse, frequency, synthesise
 from spectra_optax.codecs.rounding import to_bfloat16
@@ -183,7 +183,7 @@ class Spectrum:
         if self.values is not None and not leaf.is_complex:
             codes = {"codes": x, "scales": arrays["scales"]}
             x = self.values.decode_array(codes, layout.length, leaf.cut_axis)
-        return layout.split(x, leaf.cut_axis)
+        return apart(layout.split(x, leaf.cut_axis))
 
     def encode(self, leaf: Leaf, x: jax.Array, count: jax.Array) -> dict[str, jax.Array]:
         """The arrays for the kept coefficients of `x`, float32 of the leaf's shape; the mask must be a constant."""

@@ -22,9 +22,11 @@ import optax
 
 from spectra_optax import arguments, fields, sharding
 from spectra_optax.codecs.codec import Codec
+from spectra_optax.codecs.companding import Companded
 from spectra_optax.codecs.spectrum import Spectrum
 from spectra_optax.leaves import Leaf, LeafRules, wide
 from spectra_optax.lift import FORMAT, check_settings, check_type, described, encode_settings, leaves_of, named
+from spectra_optax.transforms.in_blocks import in_blocks
 from spectra_optax.transforms.in_float32 import in_float32
 from spectra_optax.transforms.zero_start import starts_at_zero, without_zeros
 
@@ -73,6 +75,15 @@ def compress_state(
       >>> round(state_bytes(tx, params) / 1024**2, 3)
       2.125
     """
+    compressed = compressed_state(inner, leaves, codecs)
+    cut = [codec for codec in codecs.values() if isinstance(codec, Companded)]
+    return in_blocks(compressed, cut[0], leaves) if cut else compressed
+
+
+def compressed_state(
+    inner: optax.GradientTransformation, leaves: LeafRules, codecs: dict[str, Codec]
+) -> optax.GradientTransformationExtraArgs:
+    """`compress_state` for gradients that were cut into blocks already."""
     arguments.instance("inner", inner, optax.GradientTransformation)
     arguments.instance("leaves", leaves, LeafRules)
     _check_codecs(codecs)
