@@ -21,6 +21,7 @@ from spectra_optax.leaves import Leaf
 from spectra_optax.sharding import Slot, slot
 
 _LARGE = 1e30  # far enough from the largest float32 for a sum below it to be complete
+_TINY = 2.0**-126  # the smallest float32 that is not flushed to 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,8 +65,22 @@ class Factored:
 
 def row_col_rms(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Root mean squares of each row `[..., r]` and of each column `[..., c]` of `x` `[..., r, c]`, in float32."""
+    if jax.default_backend() == "cpu":
+        return _row_col_rms_by_largest(x)
     # Scales that differ keep XLA from computing the squares once for both and storing them.
     return rms(x, -1, scale=2.0**40), rms(x, -2, scale=2.0**41)
+
+
+def _row_col_rms_by_largest(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The same of `x` over its largest entry: three passes, where XLA's CPU compiler makes one of each of four sums.
+
+    It also stores a matrix for each constant that leaves multiply by. What is below 1e-19 of the largest counts as 0.
+    """
+    largest = jnp.maximum(jnp.max(jnp.abs(x), axis=(-2, -1), keepdims=True), _TINY)
+    return tuple(
+        (jnp.sqrt(jnp.mean(jnp.square(_size(x) / size), axis)) * jnp.squeeze(size, axis)).astype(jnp.float32)
+        for axis, size in ((-1, largest), (-2, 2.0 * largest))  # sizes that differ: see above
+    )
 
 
 def rms(x: jax.Array, axis: int | tuple[int, ...], *, keepdims: bool = False, scale: float = 2.0**40) -> jax.Array:
@@ -74,12 +89,28 @@ def rms(x: jax.Array, axis: int | tuple[int, ...], *, keepdims: bool = False, sc
     Squares are taken of `x` scaled up and scaled down, in one pass, by powers of two; the sum that stayed in the range
     of float32 counts.
     """
-    size = jnp.abs(x)
     up, down = (
-        jnp.mean(jnp.square(size * factor), axis=axis, keepdims=keepdims).astype(jnp.float32)
+        jnp.mean(jnp.square(_size(x) * factor), axis=axis, keepdims=keepdims).astype(jnp.float32)
         for factor in (scale, 1.0 / scale)
     )
-    return jnp.where(up < _LARGE, jnp.sqrt(up) / scale, jnp.sqrt(down) * scale)
+    return _root(up, down, scale)
+
+
+def _size(x: jax.Array) -> jax.Array:
+    """What has the squares of `x`; real numbers as they are, because XLA would store the magnitudes for all sums."""
+    return jnp.abs(x) if jnp.iscomplexobj(x) else x
+
+
+def _total(row: jax.Array) -> jax.Array:
+    """`rms(row, -1)` with its two sums in one reduction: XLA's CPU compiler makes fewer kernels of it."""
+    up, down = jnp.mean(jnp.square(jnp.stack([row * 2.0**40, row * 2.0**-40])), axis=-1)
+    return _root(up, down, 2.0**40)
+
+
+def _root(up: jax.Array, down: jax.Array, scale: float) -> jax.Array:
+    """The root mean square from that of numbers scaled up and that of numbers scaled down."""
+    complete = up < _LARGE
+    return jnp.sqrt(jnp.where(complete, up, down)) * jnp.where(complete, 1.0 / scale, scale)
 
 
 def average(old: jax.Array, new: jax.Array, decay: jax.Array) -> jax.Array:
@@ -91,10 +122,10 @@ def inverse_root(row: jax.Array, col: jax.Array, eps: jax.Array) -> tuple[jax.Ar
     """Row and column factors of `1 / sqrt(V)`, `V = row^2 col^2 / mean(row^2)`, from root mean squares.
 
     `eps` is relative: it is added to rows and columns in units of the matrix's own root mean square, so that the result
-    does not depend on the gradients' scale. A matrix of zeros has factors 0.
+    does not depend on the gradients' scale. A matrix of zeros has a product of factors 0.
     """
-    total = rms(row, -1, keepdims=True)
-    return reciprocal(row + eps * total), reciprocal(col * reciprocal(total) + eps * (total > 0))
+    total = _total(row)[..., None]
+    return 1.0 / jnp.maximum(row + eps * total, _TINY), total / jnp.maximum(col + eps * total, _TINY)
 
 
 def reciprocal(x: jax.Array) -> jax.Array:
