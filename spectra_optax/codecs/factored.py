@@ -65,22 +65,8 @@ class Factored:
 
 def row_col_rms(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Root mean squares of each row `[..., r]` and of each column `[..., c]` of `x` `[..., r, c]`, in float32."""
-    if jax.default_backend() == "cpu":
-        return _row_col_rms_by_largest(x)
     # Scales that differ keep XLA from computing the squares once for both and storing them.
     return rms(x, -1, scale=2.0**40), rms(x, -2, scale=2.0**41)
-
-
-def _row_col_rms_by_largest(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The same of `x` over its largest entry: three passes, where XLA's CPU compiler makes one of each of four sums.
-
-    It also stores a matrix for each constant that leaves multiply by. What is below 1e-19 of the largest counts as 0.
-    """
-    largest = jnp.maximum(jnp.max(jnp.abs(x), axis=(-2, -1), keepdims=True), _TINY)
-    return tuple(
-        (jnp.sqrt(jnp.mean(jnp.square(_size(x) / size), axis)) * jnp.squeeze(size, axis)).astype(jnp.float32)
-        for axis, size in ((-1, largest), (-2, 2.0 * largest))  # sizes that differ: see above
-    )
 
 
 def rms(x: jax.Array, axis: int | tuple[int, ...], *, keepdims: bool = False, scale: float = 2.0**40) -> jax.Array:
