@@ -27,7 +27,7 @@ from spectra_optax.transforms.compress_state import compressed_state
 from spectra_optax.transforms.in_blocks import in_blocks
 from spectra_optax.transforms.split_weights import split_leaves
 
-_MOMENTS = {"mu": Companded(), "nu": Companded("unsigned")}
+_MOMENTS: dict[str, Codec] = {"mu": Companded(), "nu": Companded("unsigned")}
 
 
 def flash_adamw(

@@ -524,6 +524,15 @@ def test_moments_of_a_subspace_in_8_bits(make):
     assert abs(trained(tx, params, loss) - expected) < 0.1 * expected + 1e-4
 
 
+def test_a_momentum_as_its_approximation():
+    params, loss = regression()
+    tx = compress_state(optax.sgd(0.1, momentum=0.9), trace=Wavelet(level=1))
+    assert tx.init(params).inner_state[0].trace["approximation"]["a"]["kernel"].shape == (32, 64)
+    assert trained(tx, params, loss) < 0.3 * float(loss(params))
+    with pytest.raises(ValueError, match="gwt_adamw keeps both moments"):
+        compress_state(optax.adam(1e-3), mu=Wavelet()).init(params)
+
+
 @pytest.mark.parametrize("make", [gwt_adamw, foam_adamw, gwt_adafactor])
 def test_split_weights_train_in_a_subspace(make):
     params, loss = regression()

@@ -23,9 +23,9 @@ import optax
 from spectra_optax import arguments, fields, sharding
 from spectra_optax.codecs.codec import Codec
 from spectra_optax.codecs.companding import Companded
-from spectra_optax.codecs.spectrum import Spectrum
 from spectra_optax.leaves import Leaf, LeafRules, wide
 from spectra_optax.lift import FORMAT, check_settings, check_type, described, encode_settings, leaves_of, named
+from spectra_optax.transforms.fitting_forms import check_codecs, check_fields
 from spectra_optax.transforms.in_blocks import in_blocks
 from spectra_optax.transforms.in_float32 import in_float32
 from spectra_optax.transforms.zero_start import starts_at_zero, without_zeros
@@ -33,9 +33,6 @@ from spectra_optax.transforms.zero_start import starts_at_zero, without_zeros
 LeafOf = Callable[[str, tuple[int, ...]], Leaf | None]
 
 _DENSE = "dense"  # the tree, beside those of the codec, of the leaves that are held as they are
-# What Optax calls its second moments, and its averages of gradients.
-_SECOND = ("nu", "nu_max", "n", "sum_of_squares", "e_g", "e_x")
-_FIRST = ("mu", "trace", "m", "m1", "m2", "g")
 
 
 class CompressedState(NamedTuple):
@@ -86,7 +83,7 @@ def compressed_state(
     """`compress_state` for gradients that were cut into blocks already."""
     arguments.instance("inner", inner, optax.GradientTransformation)
     arguments.instance("leaves", leaves, LeafRules)
-    _check_codecs(codecs)
+    check_codecs(codecs)
     inner = optax.with_extra_args_support(inner)
     held = ", ".join(f"{name}={getattr(codec, 'label', codec)}" for name, codec in sorted(codecs.items()))
     label = f"spectra_optax {FORMAT} compress_state {held}"
@@ -94,7 +91,7 @@ def compressed_state(
     def init(params):
         treated, count = leaves_of(params, leaves), jnp.zeros([], jnp.int32)
         leaf_of, shapes = _leaf_of(leaves, treated), jax.eval_shape(inner.init, params)
-        _check_fields(codecs, fields.nodes(shapes))
+        check_fields(codecs, fields.nodes(shapes))
         if starts_at_zero(inner.init, codecs, params, shapes):
             held = without_zeros(inner.init, _zeros(codecs, leaf_of, shapes, params), codecs, params)
         else:
@@ -112,37 +109,6 @@ def compressed_state(
         return updates, CompressedState(count, _encode(codecs, leaf_of, full, count), state.settings)
 
     return in_float32(optax.GradientTransformationExtraArgs(init, update))
-
-
-def _check_codecs(codecs: dict[str, Codec]) -> None:
-    if not codecs:
-        raise ValueError("compress_state needs the form of at least one field, such as mu=Companded().")
-    for name, codec in codecs.items():
-        arguments.instance(name, codec, Codec)
-        if isinstance(codec, Spectrum) and codec.is_dynamic:
-            raise ValueError(f"{name} must have mask 'lowpass' or 'random': a field has no gradients to choose by.")
-        expected = "unsigned" if name in _SECOND else "signed" if name in _FIRST else codec.sign
-        if codec.sign != expected:
-            good = 'Companded("unsigned") or Factored()' if expected == "unsigned" else "Companded() or Spectrum()"
-            raise ValueError(f"{name} is {expected}: it must be {good}, got {codec}.")
-
-
-def _check_fields(codecs: dict[str, Codec], nodes: list[dict[str, Any]]) -> None:
-    held = list(dict.fromkeys(name for node in nodes for name, field in node.items() if _is_tree(field)))
-    present = {name for node in nodes for name in node}
-    for name, codec in codecs.items():
-        if name not in present:
-            raise ValueError(f"The inner state has no field {name!r}; its fields are {', '.join(held) or 'none'}.")
-        divided = any(name in node and second in node for node in nodes for second in _SECOND)
-        if isinstance(codec, Spectrum) and codec.keep < 1 and divided:
-            raise ValueError(
-                f"{name}={codec} would be divided by the root of a second moment, and diverge: what a spectrum drops "
-                "leaks from large columns into small ones. spectra_adamw normalises first; or use Companded()."
-            )
-
-
-def _is_tree(field: Any) -> bool:
-    return any(getattr(x, "ndim", 0) for _, x in named(field)) or not jax.tree.leaves(field)
 
 
 def _leaf_of(rules: LeafRules, treated: list[Leaf]) -> LeafOf:
