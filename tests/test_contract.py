@@ -130,8 +130,8 @@ def split_adamw(learning_rate, b1=0.9, b2=0.999, eps=1e-8, *, weight_decay=1e-4,
     return split_leaves(in_float32(inner), 32, None)
 
 
-TRACE = {"test_counter_saturates": "Optax's trace does not count"}
-NO_COUNT = TRACE | {
+NO_COUNT = {
+    "test_counter_saturates": "Optax's trace does not count",
     "test_state_of_other_settings_is_refused": "its momentum is a number",
 }
 MASTER_WEIGHTS = {"test_half_precision_computes_in_float32": "so do its weights: see test_split_weights"}
@@ -202,7 +202,7 @@ TABLE = {
     "scale_by_foam": piece(scale_by_foam, wavelet=HALF, largest=1e18),
     "scale_by_foam/reference": piece(scale_by_foam, PUBLISHED, wavelet=HALF, mode="reference", largest=1e18),
     "in_wavelet_subspace": piece(
-        in_wavelet_subspace, NO_SECOND_MOMENT, TRACE, wavelet=HALF, inner=optax.trace(0.9), largest=1e18
+        in_wavelet_subspace, NO_SECOND_MOMENT, wavelet=HALF, inner=optax.ema(0.9), largest=1e18
     ),
     "scale_by_spectral_momentum/lowpass": piece(
         scale_by_spectral_momentum, NO_SECOND_MOMENT, FFT_GATHERS, spectrum=spectrum("lowpass", lowering="fft")

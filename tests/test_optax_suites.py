@@ -5,6 +5,7 @@ The suites' parameters have at most 10 entries and would all stay dense, so most
 
 import optax
 import optax_suites
+import pytest
 
 from spectra_optax import (
     Companded,
@@ -60,28 +61,30 @@ FACTORIES = {f.__name__: f for f in (*OPTIMIZERS, *PIECEWISE)}
 DENSE = [
     ("spectra_adamw", {"learning_rate": 0.1}),
     ("spectra_adamw", {"learning_rate": 0.1, "momentum": FullMomentum()}),
-    ("adamw_in_8_bits", {"learning_rate": 0.1}),
-    ("gwt_adamw", {"learning_rate": 0.1}),
 ]
 COMPACT = [
     ("spectra_adamw", {"learning_rate": 0.01, "momentum": momentum, "leaves": SMALL})
     for momentum in (FullMomentum(), *SPECTRA)
 ]
-HALVED = {"wavelet": Wavelet(level=1), "leaves": SMALL}
-SHORT = [
-    ("gwt_adamw", {"learning_rate": 0.03, **HALVED}),
-    ("foam_adamw", {"learning_rate": 0.03, **HALVED}),
-    ("gwt_adafactor", {"learning_rate": 0.01, **HALVED}),
-]
-IN_8_BITS = [("adamw_in_8_bits", {"learning_rate": 0.01, "leaves": SMALL})]
 PIECES = [("normalised_descent", {"learning_rate": 0.005}), ("averaged_descent", {"learning_rate": 0.01})]
 MATRICES_ONLY = [
     ("averaged_descent", {"learning_rate": 0.01, "spectrum": SPECTRA[2]}),
     ("clipped_descent", {"learning_rate": 0.001}),
 ]
 
-CONTRIB = DENSE + COMPACT + SHORT + IN_8_BITS + PIECES + MATRICES_ONLY
+CONTRIB = DENSE + COMPACT + PIECES + MATRICES_ONLY
 ALIAS = DENSE + PIECES  # this suite minimises functions of vectors
+
+# Adam's rules with other states.
+RELATED_DENSE = [("adamw_in_8_bits", {"learning_rate": 0.1}), ("gwt_adamw", {"learning_rate": 0.1})]
+HALVED = {"wavelet": Wavelet(level=1), "leaves": SMALL}
+RELATED = [
+    *RELATED_DENSE,
+    ("adamw_in_8_bits", {"learning_rate": 0.01, "leaves": SMALL}),
+    ("gwt_adamw", {"learning_rate": 0.03, **HALVED}),
+    ("foam_adamw", {"learning_rate": 0.03, **HALVED}),
+    ("gwt_adafactor", {"learning_rate": 0.01, **HALVED}),
+]
 
 FLASH_ALIAS = [
     ("flash_adam", {"learning_rate": 0.1}),
@@ -96,19 +99,28 @@ FLASH_COMPACT = [
     ("flash_momentum", {"learning_rate": 0.001, "leaves": SMALL}),
 ]
 FLASH = FLASH_DENSE + FLASH_COMPACT
-SHARDING = {f"{name}_{i}": FACTORIES[name](**kwargs) for i, (name, kwargs) in enumerate(CONTRIB + FLASH)}
 # The stated exception: updates of 16-bit parameters are float32, so that they land where they should.
 LANDING = ("test_preserve_dtype", "test_state_shape_dtype_shard_stability")
 
+
+SHARDING = {f"{n}_{i}": FACTORIES[n](**kwargs) for i, (n, kwargs) in enumerate(CONTRIB + RELATED + FLASH)}
+
 ContribSuite = optax_suites.contrib_suite(FACTORIES, CONTRIB)
 AliasSuite = optax_suites.alias_suite(FACTORIES, ALIAS)
-FlashContribSuite = optax_suites.without(LANDING, optax_suites.contrib_suite(FACTORIES, FLASH))
-FlashAliasSuite = optax_suites.without(LANDING, optax_suites.alias_suite(FACTORIES, FLASH_ALIAS))
 ShardingSuite = optax_suites.sharding_suite(SHARDING)
+RelatedContribSuite = pytest.mark.slow(optax_suites.contrib_suite(FACTORIES, RELATED))
+RelatedAliasSuite = pytest.mark.slow(optax_suites.alias_suite(FACTORIES, RELATED_DENSE))
+FlashContribSuite = pytest.mark.slow(optax_suites.without(LANDING, optax_suites.contrib_suite(FACTORIES, FLASH)))
+FlashAliasSuite = pytest.mark.slow(optax_suites.without(LANDING, optax_suites.alias_suite(FACTORIES, FLASH_ALIAS)))
 
 
 def test_every_entry_meets_every_test():
-    whole = ((ContribSuite, CONTRIB, 16), (AliasSuite, ALIAS, 16), (ShardingSuite, SHARDING, 3))
-    split = ((FlashContribSuite, FLASH, 10), (FlashAliasSuite, FLASH_ALIAS, 8))
-    for suite, entries, tests in (*whole, *split):
+    whole = ((ContribSuite, CONTRIB), (AliasSuite, ALIAS), (RelatedContribSuite, RELATED))
+    for suite, entries in (*whole, (RelatedAliasSuite, RELATED_DENSE)):
+        assert len(optax_suites.names_of_tests(suite)) >= 16 * len(entries)
+    for suite, entries, tests in (
+        (FlashContribSuite, FLASH, 10),
+        (FlashAliasSuite, FLASH_ALIAS, 8),
+        (ShardingSuite, SHARDING, 3),
+    ):
         assert len(optax_suites.names_of_tests(suite)) >= tests * len(entries)

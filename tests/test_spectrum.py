@@ -79,7 +79,7 @@ def test_spectra_are_hermitian(key, block):
 
 
 @hypothesis.given(st.integers(1, 400), st.integers(2, 64), st.sampled_from([-2, -1]))
-@hypothesis.settings(deadline=None, max_examples=40)
+@hypothesis.settings(deadline=None, max_examples=20)
 def test_split_and_join_are_inverse(length, block, axis):
     layout = Spectrum(block=block).layout(length)
     assert layout.count * layout.block - length < layout.block

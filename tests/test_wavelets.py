@@ -27,7 +27,12 @@ from spectra_optax import (
 )
 
 SMALL = LeafRules(min_dim=2)
-KINDS = ("haar", "db2", "db5", "db8", "sym4", "sym8", "coif1", "coif2")
+KINDS = (
+    "haar",
+    "db2",
+    "sym4",
+    *(pytest.param(k, marks=pytest.mark.slow) for k in ("db5", "db8", "sym8", "coif1", "coif2")),
+)
 LENGTHS = (64, 67, 130, 13, 5461)
 WHITE = {1: 0.73, 2: 0.88, 3: 0.94}  # root mean square of GWT's update where gradients are noise
 B1, B2 = 0.9, 0.999
