@@ -513,8 +513,17 @@ def test_details_move_no_further_than_the_approximation(details_size, expected):
     u, _ = tx.update(g, tx.init(g), g)
     a, *details = wavelet.transform(u["w"])
     energy, numbers = sum(float(jnp.sum(d**2)) for d in details), sum(d.size for d in details)
-    np.testing.assert_allclose(jnp.abs(a), 1.0, rtol=1e-5)
-    np.testing.assert_allclose(np.sqrt(energy / numbers), expected, rtol=0.3 if expected < 1e-3 else 1e-4)
+    # What lies beyond three deviations is cut off, and a part of that belongs to the approximation.
+    np.testing.assert_allclose(np.mean(np.abs(a)), 1.0, rtol=0.01)
+    np.testing.assert_allclose(np.sqrt(energy / numbers), expected, rtol=0.3 if expected < 1e-3 else 0.02)
+
+
+def test_details_of_one_entry_stay_small_beside_a_large_momentum():
+    tx = in_wavelet_subspace(optax.ema(0.9))
+    g, one = {"w": jnp.asarray(normal(64, 64), jnp.float32)}, {"w": jnp.zeros((64, 64)).at[3, 5].set(1.0)}
+    _, state = tx.update(g, tx.init(g))
+    u, _ = tx.update(one, state)
+    assert float(jnp.max(jnp.abs(u["w"]))) < 4.0
 
 
 @pytest.mark.parametrize("make", [gwt_adamw, foam_adamw])

@@ -20,6 +20,7 @@ from spectra_optax.leaves import Leaf, LeafRules, wide
 from spectra_optax.lift import lift
 from spectra_optax.sharding import Slot, slot
 
+LARGEST = 3.0  # standard deviations that a number without an average of its own may move by
 Mode = Literal["stable", "reference"]
 Held = dict[str, jax.Array]
 

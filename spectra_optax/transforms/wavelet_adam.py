@@ -29,6 +29,7 @@ from spectra_optax.leaves import LINEAR_LAYERS, Leaf, LeafRules
 from spectra_optax.sharding import Slot, slot
 from spectra_optax.transforms.factored_rms import bounded
 from spectra_optax.transforms.short_moments import (
+    LARGEST,
     Decays,
     Held,
     Mode,
@@ -39,7 +40,6 @@ from spectra_optax.transforms.short_moments import (
     squared,
 )
 
-_LARGEST = 3.0  # standard deviations that a number may move by
 _GROWTH, _FLOOR = 1.01, 1e-8  # of the reference's limiter
 
 
@@ -69,7 +69,7 @@ def _stable(settings: Settings, axis: int, count: jax.Array, x: jax.Array, decay
     # All of x over the root, and in place of its approximation the momentum's.
     swapped = (mu / (1.0 - decays.b1**count) - a) * inverse
     u = x * wavelet.spread(inverse, x.shape[axis], axis) + wavelet.expansion(swapped, x.shape[axis], axis)
-    return bounded(u, jnp.minimum(_LARGEST, jnp.sqrt(seen / (1.0 - decays.b2)))), {"mu": mu, "nu": nu}
+    return bounded(u, jnp.minimum(LARGEST, jnp.sqrt(seen / (1.0 - decays.b2)))), {"mu": mu, "nu": nu}
 
 
 def _reference(settings: Settings, axis: int, count: jax.Array, x: jax.Array, decays: Decays, held: Held):

@@ -2,7 +2,7 @@
 
     a  = approximation of g,   r = g - expansion(a), the details
     u  = inner's update of a
-    g  -> expansion(u) + r rms(u) / max(rms(a), rms(r)),   number for number
+    g  -> expansion(u) + r rms(u) / max(rms(a), rms(r)),   number for number; each detail at most 3 rms(u)
 
 Details have no state; they are scaled as the approximation was, and move the weights as far as it does at most: where
 gradients are noise just as far, and where details are next to nothing they stay so; while the approximation rests, they
@@ -25,8 +25,9 @@ from spectra_optax.codecs.factored import reciprocal
 from spectra_optax.codecs.wavelet import Wavelet
 from spectra_optax.leaves import LINEAR_LAYERS, Leaf, LeafRules
 from spectra_optax.lift import FORMAT, check_settings, check_type, described, encode_settings, leaves_of
+from spectra_optax.transforms.factored_rms import bounded
 from spectra_optax.transforms.in_float32 import in_float32
-from spectra_optax.transforms.short_moments import squared
+from spectra_optax.transforms.short_moments import LARGEST, squared
 
 _PROBED = 3  # steps, because a schedule may start at 0
 
@@ -148,4 +149,6 @@ def _completed(
     share = (x.shape[axis] - a.shape[axis]) / x.shape[axis]  # of the coefficients
     mean = lambda y: jnp.mean(squared(y), axis=(-2, -1), keepdims=True)
     size = jnp.sqrt(jnp.maximum(mean(a), mean(details) / share))
-    return leaf.from_matrix(expand(u) + details * (jnp.sqrt(mean(u)) * reciprocal(size)))
+    wanted = jnp.sqrt(mean(u))
+    # A gradient of a few entries beside a large momentum would have all of its size in them.
+    return leaf.from_matrix(expand(u) + bounded(details * (wanted * reciprocal(size)), LARGEST * wanted))
