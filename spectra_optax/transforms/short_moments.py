@@ -61,7 +61,7 @@ def short_adam(
     arguments.choice("mode", settings.mode, ("stable", "reference"))
     checks = {"b1": arguments.decay_rate, "b2": arguments.decay_rate}
     checked = {name: checks.get(name, arguments.positive)(name, value) for name, value in hyperparameters.items()}
-    label = f"{rule.__module__.rsplit('.', 1)[-1]} {settings.wavelet.label} {settings.mode}"
+    label = f"{state_type.__name__} {settings.wavelet.label} {settings.mode}"
     step = partial(_step, rule=rule, settings=settings, **checked)
     return lift(state_type, lambda leaf: slots(leaf, settings), step, leaves, label)
 

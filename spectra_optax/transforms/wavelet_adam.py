@@ -1,11 +1,12 @@
 """Adam on the approximation of each gradient's wavelet transform: the Gradient Wavelet Transform (GWT).
 
-    a, d  = W g                              the approximation, one number in 2^level, and the details
+    a     = the approximation of g, one number in 2^level
     mu    <- b1 mu + (1 - b1) a,   nu <- b2 nu + (1 - b2) |a|^2
     root  = sqrt(nu / (1 - b2^t)) + eps
-    u     = W^-1 (mu / (1 - b1^t) / root, d / spread(root)),   |u| at most min(3, sqrt((1 - b2^t) / (1 - b2)))
+    u     = g / spread(root) + expansion((mu / (1 - b1^t) - a) / root),  |u| at most min(3, sqrt((1 - b2^t) / (1 - b2)))
 
-Details have no average of their own: each is divided by the root that stands where it stands. The bound is Adam's (a
+So the approximation of u is Adam's, and the rest of g, its details, is divided by the root that stands where it stands:
+details have no average of their own. The bound is Adam's (a
 `nu` of the number's own would not be below `(1 - b2) |g|^2`) and three standard deviations of noise, because a block
 whose gradients cancel in its approximation would divide by next to nothing for ever. Where gradients are noise, `u` has
 a root mean square of 0.73, 0.88, 0.94 at levels 1, 2, 3 (Adam: 0.23), so a quarter of it, `alpha`, is Adam's step.
