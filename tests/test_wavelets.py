@@ -312,17 +312,20 @@ def test_gradients_that_cancel_in_a_block_stay_bounded():
         assert rms(u["w"]) <= largest + 1e-6
 
 
-@pytest.mark.parametrize("factory", [scale_by_gwt, scale_by_foam])
-def test_a_zero_gradient_leaves_no_trap(factory):
-    # The published limiter starts again from 1e-8 after one such step, and needs a thousand more.
-    tx = factory(alpha=1.0)
-    update, state = jax.jit(tx.update), tx.init({"w": jnp.zeros((64, 64))})
-    sizes = []
-    for t, g in enumerate(normal(40, 64, 64).astype(np.float32)):
-        u, state = update({"w": g * (t != 20)}, state)
-        sizes.append(rms(u["w"]))
-    assert sizes[20] < 0.5
-    assert sizes[23] > 0.8 * np.mean(sizes[10:20])
+def test_a_zero_gradient_leaves_no_trap():
+    # A branch that starts at zero has no first gradient. The published limiter then grows from 1e-8 by 1 % a step.
+    def sizes(tx):
+        update, state, found = jax.jit(tx.update), tx.init({"w": jnp.zeros((64, 64))}), []
+        for t, g in enumerate(normal(40, 64, 64).astype(np.float32)):
+            u, state = update({"w": g * (t > 0)}, state)
+            found.append(rms(u["w"]))
+        return found
+
+    assert sizes(scale_by_gwt(alpha=1.0, mode="reference"))[-1] < 1e-6
+    for factory in (scale_by_gwt, scale_by_foam):
+        found = sizes(factory(alpha=1.0))
+        assert found[0] == 0.0
+        assert min(found[3:]) > 0.4
 
 
 def test_dense_leaves_are_adam():
@@ -530,7 +533,7 @@ def test_details_of_one_entry_stay_small_beside_a_large_momentum():
 def test_moments_of_a_subspace_in_8_bits(make):
     params, loss = regression()
     full = make(1e-2)
-    tx = compress_state(full, mu=Companded(), nu=Companded("unsigned"), leaves=LeafRules(min_dim=16))
+    tx = compress_state(full, mu=Companded(), nu=Companded("unsigned"))
     large = {"w": jax.ShapeDtypeStruct((4096, 1024), jnp.float32)}
     assert state_bytes(tx, large) < 0.54 * 4096 * 1024  # two codes and two scales in 64 for a quarter of the numbers
     assert {str(x.dtype) for x in jax.tree.leaves(tx.init(params))} >= {"int8", "uint8"}

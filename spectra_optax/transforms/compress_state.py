@@ -32,6 +32,7 @@ from spectra_optax.transforms.zero_start import starts_at_zero, without_zeros
 
 LeafOf = Callable[[str, tuple[int, ...]], Leaf | None]
 
+_SHORTEST = 8  # sides that are worth a scale: an average of 32 rows in a subspace may have fewer than `min_dim`
 _DENSE = "dense"  # the tree, beside those of the codec, of the leaves that are held as they are
 
 
@@ -122,7 +123,7 @@ def _leaf_of(rules: LeafRules, treated: list[Leaf]) -> LeafOf:
         leaf, n = matrices.get(path), len(shape)
         if leaf is None or leaf.shape == shape:
             return leaf
-        if n < 2 or min(shape[-2:]) < rules.min_dim:
+        if n < 2 or min(shape[-2:]) < min(rules.min_dim, _SHORTEST):
             return None
         return dataclasses.replace(leaf, shape=shape, rows=(n - 2,), cols=(n - 1,))
 

@@ -13,7 +13,8 @@ a root mean square of 0.73, 0.88, 0.94 at levels 1, 2, 3 (Adam: 0.23), so a quar
 
 The published update (`mode="reference"`) differs: it starts at a root mean square of 10^3, because details are divided
 by a root of one sample and multiplied by the bias correction of an average; a limiter on the growth of `u`'s norm
-keeps one number a matrix, and once that is 0 needs a thousand steps to recover. Moments have the parameter's dtype.
+keeps one number a matrix, and needs a thousand steps to recover if the first gradient was 0. Moments have the dtype of
+the parameter.
 
 State: `8 / 2^level` bytes per parameter. Source: arXiv:2501.07237.
 """
