@@ -148,6 +148,9 @@ def piece(factory, *exemptions, largest=math.inf, **settings):
 
 
 APPROXIMATIONS = {"test_second_moment_follows_a_constant_gradient": "is that of approximations: see test_wavelets"}
+UNCORRECTED = {
+    "test_inject_hyperparams_survives_bfloat16": "published, its step is sqrt(1 - b2^t), and 0.999 in bfloat16 is 1"
+}
 PUBLISHED = {"test_second_moment_follows_a_constant_gradient": "is held in bfloat16, as published, and sticks"}
 
 
@@ -200,7 +203,9 @@ TABLE = {
     "scale_by_gwt": piece(scale_by_gwt, APPROXIMATIONS, wavelet=HALF, largest=1e18),
     "scale_by_gwt/reference": piece(scale_by_gwt, PUBLISHED, wavelet=HALF, mode="reference", largest=1e18),
     "scale_by_foam": piece(scale_by_foam, wavelet=HALF, largest=1e18),
-    "scale_by_foam/reference": piece(scale_by_foam, PUBLISHED, wavelet=HALF, mode="reference", largest=1e18),
+    "scale_by_foam/reference": piece(
+        scale_by_foam, PUBLISHED, UNCORRECTED, wavelet=HALF, mode="reference", largest=1e18
+    ),
     "in_wavelet_subspace": piece(
         in_wavelet_subspace,
         NO_SECOND_MOMENT,
