@@ -155,7 +155,11 @@ PUBLISHED = {"test_second_moment_follows_a_constant_gradient": "is held in bfloa
 
 
 HALF = Wavelet(level=1)  # the only one that axes of length 2 have
-LONG_FILTER = {"test_leaves_of_odd_shapes": "axes are refused that are shorter than the filter"}
+LONG_FILTER = {
+    "test_leaves_of_odd_shapes": "axes are refused that are shorter than the filter",
+    "test_sharded_matrices_have_sharded_state_and_stay_apart": "its blocks reach into their neighbours",
+}
+DIVERGES = {"test_extreme_gradients_stay_finite": "published, details are divided by next to nothing"}
 
 
 def waved(factory, *exemptions, wavelet=HALF, **settings):
@@ -201,7 +205,7 @@ TABLE = {
     "scale_by_factored_rms": piece(scale_by_factored_rms),
     "clip_by_block_rms": piece(clip_by_block_rms, NO_SECOND_MOMENT, NO_STATE),
     "scale_by_gwt": piece(scale_by_gwt, APPROXIMATIONS, wavelet=HALF, largest=1e18),
-    "scale_by_gwt/reference": piece(scale_by_gwt, PUBLISHED, wavelet=HALF, mode="reference", largest=1e18),
+    "scale_by_gwt/reference": piece(scale_by_gwt, PUBLISHED, DIVERGES, wavelet=HALF, mode="reference", largest=1e18),
     "scale_by_foam": piece(scale_by_foam, wavelet=HALF, largest=1e18),
     "scale_by_foam/reference": piece(
         scale_by_foam, PUBLISHED, UNCORRECTED, wavelet=HALF, mode="reference", largest=1e18

@@ -445,6 +445,27 @@ def test_shards_do_not_talk(make, spec, axis_type):
     assert [name for name in COLLECTIVES if f" {name}" in program] == []
 
 
+@pytest.mark.parametrize("spec", [("x", None), (None, "x")])
+@pytest.mark.parametrize(
+    "make",
+    [
+        gwt_adamw,
+        functools.partial(scale_by_gwt, mode="reference"),
+        functools.partial(in_wavelet_subspace, optax.ema(0.9)),
+    ],
+)
+def test_longer_wavelets_gather_what_they_need(make, spec):
+    mesh = jax.make_mesh((8,), ("x",))
+    wavelet = Wavelet("db2", level=2)
+    tx = make(1e-3, wavelet=wavelet) if make is gwt_adamw else make(wavelet=wavelet)
+    g = {"w": jnp.asarray(normal(512, 256), jnp.float32)}
+    placed = jax.device_put(g, NamedSharding(mesh, PartitionSpec(*spec)))
+    expected, _ = jax.jit(tx.update)(g, tx.init(g), g)
+    found, _ = jax.jit(tx.update)(placed, tx.init(placed), placed)
+    assert found["w"].sharding == placed["w"].sharding
+    np.testing.assert_allclose(found["w"], expected["w"], rtol=1e-4, atol=1e-5)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Composition
 # ---------------------------------------------------------------------------------------------------------------------

@@ -114,9 +114,14 @@ class Wavelet:
         shape[cut] = self.length(shape[cut])
         return tuple(shape)
 
+    def slot(self, leaf: Leaf, dtype: jax.typing.DTypeLike) -> Slot:
+        """An array of the shape of a matrix leaf's approximation; only Haar's can be sharded along the axis."""
+        shape, cut = self.matrix_shape(leaf), self.cut_axis(leaf)
+        return slot(shape, dtype, leaf.matrix_axes, run=None if self.is_haar else {cut: shape[cut]})
+
     def transform(self, x: jax.Array, axis: int = -2) -> list[jax.Array]:
         """All coefficients of `x`: the approximation, then the details from the last level to the first."""
-        a, details = _turned(x, axis), []
+        a, details = sharding.undivided(_turned(x, axis), -2, 1), []  # blocks reach into their neighbours
         for _ in range(self.level):
             a, d = analyse(a, self.kind)
             details.insert(0, _turned(d, axis))
@@ -124,7 +129,7 @@ class Wavelet:
 
     def inverse(self, coefficients: Sequence[jax.Array], n: int, axis: int = -2) -> jax.Array:
         """The array of length `n` along `axis` that has these coefficients."""
-        a, *details = (_turned(part, axis) for part in coefficients)
+        a, *details = (sharding.undivided(_turned(part, axis), -2, 1) for part in coefficients)
         for d, length in zip(details, reversed(self._lengths(n)[:-1]), strict=True):
             a = synthesise(a, d, length, self.kind)
         return _turned(a, axis)
@@ -161,7 +166,7 @@ class Wavelet:
 
     def slots(self, leaf: Leaf) -> dict[str, Slot]:
         """The array that holds a matrix leaf."""
-        return {"approximation": slot(self.matrix_shape(leaf), jnp.float32, leaf.matrix_axes)}
+        return {"approximation": self.slot(leaf, jnp.float32)}
 
     def encode(self, leaf: Leaf, x: jax.Array, count: jax.Array) -> dict[str, jax.Array]:
         """The approximation of `x`, float32 of the leaf's shape; details are dropped."""

@@ -74,10 +74,8 @@ def moment_slots(leaf: Leaf, settings: Settings) -> dict[str, Slot]:
     if leaf.kind == "empty":
         return {}
     dtype = wide(leaf.dtype) if settings.mode == "stable" else leaf.dtype
-    shape, axes = leaf.shape, tuple(range(len(leaf.shape)))
-    if leaf.is_matrix:
-        shape, axes = settings.wavelet.matrix_shape(leaf), leaf.matrix_axes
-    return {"mu": slot(shape, dtype, axes), "nu": slot(shape, jnp.finfo(dtype).dtype, axes)}
+    of = settings.wavelet.slot if leaf.is_matrix else lambda leaf, d: slot(leaf.shape, d, range(len(leaf.shape)))
+    return {"mu": of(leaf, dtype), "nu": of(leaf, jnp.finfo(dtype).dtype)}
 
 
 def averaged(x: jax.Array, square: jax.Array, decays: Decays, held: Held) -> tuple[jax.Array, jax.Array]:

@@ -25,6 +25,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from spectra_optax import sharding
 from spectra_optax.arguments import Scalar
 from spectra_optax.codecs.wavelet import Wavelet
 from spectra_optax.leaves import LINEAR_LAYERS, Leaf, LeafRules
@@ -70,7 +71,8 @@ def _stable(settings: Settings, axis: int, count: jax.Array, x: jax.Array, decay
     inverse = 1.0 / (jnp.sqrt(nu / seen) + decays.eps)
     # All of x over the root, and in place of its approximation the momentum's.
     swapped = (mu / (1.0 - decays.b1**count) - a) * inverse
-    u = x * wavelet.spread(inverse, x.shape[axis], axis) + wavelet.expansion(swapped, x.shape[axis], axis)
+    whole = lambda rule, y: sharding.like(rule(y, x.shape[axis], axis), x)
+    u = x * whole(wavelet.spread, inverse) + whole(wavelet.expansion, swapped)
     return bounded(u, jnp.minimum(LARGEST, jnp.sqrt(seen / (1.0 - decays.b2)))), {"mu": mu, "nu": nu}
 
 
@@ -88,7 +90,7 @@ def _reference(settings: Settings, axis: int, count: jax.Array, x: jax.Array, de
         scaled.append(d * inverse)
     unbias = jnp.sqrt(1.0 - decays.b2**count) / (1.0 - decays.b1**count)
     u = unbias * settings.wavelet.inverse(scaled, x.shape[axis], axis)
-    return u, {"mu": mu, "nu": nu, "norm": size / limit}
+    return sharding.like(u, x), {"mu": mu, "nu": nu, "norm": size / limit}
 
 
 def _doubled(x: jax.Array, n: int, axis: int) -> jax.Array:

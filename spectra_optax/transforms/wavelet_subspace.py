@@ -125,7 +125,7 @@ def _map(leaves: LeafRules, rule: Callable[..., Any], tree: Any, *others: Any) -
 
 def _approximation(wavelet: Wavelet, leaf: Leaf, x: Any) -> Any:
     if isinstance(x, jax.ShapeDtypeStruct):
-        layout = sharding.carried(sharding.slot(wavelet.matrix_shape(leaf), x.dtype, leaf.matrix_axes), x)
+        layout = sharding.carried(wavelet.slot(leaf, x.dtype), x)
         return jax.ShapeDtypeStruct(wavelet.matrix_shape(leaf), x.dtype, sharding=layout)
     wavelet.matrix_shape(leaf)
     return _approximated(wavelet, leaf, x)
@@ -142,7 +142,7 @@ def _completed(
 ) -> jax.Array:
     """The update of a matrix: that of its approximation, and details at a gain or of at most its root mean square."""
     x, axis = leaf.to_matrix(g), wavelet.cut_axis(leaf)
-    expand = functools.partial(wavelet.expansion, n=x.shape[axis], axis=axis)
+    expand = lambda y: sharding.like(wavelet.expansion(y, x.shape[axis], axis), x)
     details = x - expand(a)
     if gain is not None:
         return leaf.from_matrix(expand(u) + gain * details)
