@@ -121,7 +121,7 @@ class Wavelet:
 
     def transform(self, x: jax.Array, axis: int = -2) -> list[jax.Array]:
         """All coefficients of `x`: the approximation, then the details from the last level to the first."""
-        a, details = sharding.undivided(_turned(x, axis), -2, 1), []  # blocks reach into their neighbours
+        a, details = self._reaching(_turned(x, axis)), []
         for _ in range(self.level):
             a, d = analyse(a, self.kind)
             details.insert(0, _turned(d, axis))
@@ -129,7 +129,7 @@ class Wavelet:
 
     def inverse(self, coefficients: Sequence[jax.Array], n: int, axis: int = -2) -> jax.Array:
         """The array of length `n` along `axis` that has these coefficients."""
-        a, *details = (sharding.undivided(_turned(part, axis), -2, 1) for part in coefficients)
+        a, *details = (self._reaching(_turned(part, axis)) for part in coefficients)
         for d, length in zip(details, reversed(self._lengths(n)[:-1]), strict=True):
             a = synthesise(a, d, length, self.kind)
         return _turned(a, axis)
@@ -177,6 +177,10 @@ class Wavelet:
         """A leaf with that approximation and no details, float32."""
         cut = self.cut_axis(leaf)
         return leaf.from_matrix(self.expansion(arrays["approximation"], leaf.matrix_shape[cut], cut))
+
+    def _reaching(self, x: jax.Array) -> jax.Array:
+        """`x` for blocks along axis -2: those of longer filters reach into their neighbours, so shards must not end."""
+        return x if self.is_haar else sharding.undivided(x, -2, 1)
 
     def _lengths(self, n: int) -> list[int]:
         """Lengths of the approximations of every level, from 0."""
