@@ -53,6 +53,7 @@ OPTIMIZERS = {
     "gwt_adafactor": gwt_adafactor(1e-3),
     "foam_adamw": foam_adamw(1e-3),
 }
+NAMES = list(OPTIMIZERS)
 TOPOLOGIES = {"v5e": "v5e:2x2", "v6e": "v6e:2x2", "v4": "v4:2x2x1"}
 # What XLA's GPU compiler wants to know of an H100 SXM: its public properties.
 H100 = """
@@ -78,7 +79,7 @@ def main(
     target: Annotated[str, typer.Option(help=f"One of {', '.join(TOPOLOGIES)}, h100.")] = "v5e",
     size: Annotated[int, typer.Option(help="Rows and columns of the one matrix.")] = 4096,
     dtype: Annotated[str, typer.Option(help="Of parameters and gradients.")] = "float32",
-    only: Annotated[list[str], typer.Option(help="Optimizers to compile; repeatable.")] = list(OPTIMIZERS),  # noqa: B006
+    only: Annotated[list[str], typer.Option(help="Optimizers to compile; repeatable.")] = NAMES,
 ) -> None:
     """Prints a table; the ratio is to what float32 AdamW moves at the least."""
     place, adamw = placed(target), 7 * 4 * size**2
