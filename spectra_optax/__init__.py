@@ -11,6 +11,7 @@ from spectra_optax.flash import flash_adam as flash_adam
 from spectra_optax.flash import flash_adamw as flash_adamw
 from spectra_optax.flash import flash_lion as flash_lion
 from spectra_optax.flash import flash_sgd as flash_sgd
+from spectra_optax.fused_step import fused_step as fused_step
 from spectra_optax.leaves import LeafRules as LeafRules
 from spectra_optax.memory import (
     MemoryRow as MemoryRow,

@@ -13,6 +13,7 @@ weights of 32 bits, other codes or any other optimizer put the two wrappers arou
 Source: Gonzalez Ortiz et al. 2026 (arXiv:2602.23349).
 """
 
+import functools
 from typing import Any
 
 import optax
@@ -23,7 +24,8 @@ from spectra_optax.codecs.codec import Codec
 from spectra_optax.codecs.companding import Companded
 from spectra_optax.leaves import LeafRules
 from spectra_optax.masks import aligned_mask
-from spectra_optax.transforms.compress_state import compressed_state
+from spectra_optax.tiling import tiled
+from spectra_optax.transforms.compress_state import compressed_state, local_to_blocks
 from spectra_optax.transforms.in_blocks import in_blocks
 from spectra_optax.transforms.split_weights import split_leaves
 
@@ -174,4 +176,8 @@ def flash_lion(
 
 def _flash(inner: optax.GradientTransformation, leaves: LeafRules, codecs: dict[str, Codec]):
     """The two wrappers around an optimizer, around gradients that are cut into blocks while they still have 16 bits."""
-    return in_blocks(split_leaves(compressed_state(inner, leaves, codecs), 24, None), Companded(), leaves)
+    split = functools.partial(split_leaves, bits=24, rounding=None)
+    local = local_to_blocks(inner, leaves, codecs)
+    build = local.build
+    plain = in_blocks(split(compressed_state(inner, leaves, codecs)), Companded(), leaves)
+    return tiled(plain, local._replace(build=lambda rules: split(build(rules))))

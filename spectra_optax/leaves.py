@@ -2,8 +2,8 @@
 
 A parameter is a **matrix** over its last two axes `[..., r, c]`, every axis before them a batch (scan-stacked layers,
 experts, convolution taps); or an **embedding**, a matrix whose rows are looked up and must not influence each other; or
-**dense**, too small or too thin to be worth compressing. The decision needs the leaf's path, its global shape and its
-dtype, nothing else, so it is the same on one device and on a pod, and it is made before an array is touched.
+**dense**, too small or too thin to be worth compressing. The decision needs the leaf's path, global shape and dtype,
+nothing else, so it is the same on one device and on a pod, and it is made before an array is touched.
 """
 
 import contextlib
@@ -21,14 +21,11 @@ from spectra_optax import arguments, sharding
 
 Kind = Literal["matrix", "embedding", "dense", "empty"]
 Axes = tuple[tuple[int, ...], tuple[int, ...]]
-
 # Flax's names for vectors. Stacked over layers they look like matrices, and are none.
 _VECTORS = ("bias", "scale")
-
 # What models call their lookup tables, and the layer before the loss.
 _TABLES = ("embed", "embedder", "wte", "wpe")
 _HEADS = ("head", "lm_head", "output_head", "logits")
-
 _seen: contextvars.ContextVar[dict[str, "Leaf"] | None] = contextvars.ContextVar("seen leaves", default=None)
 
 
@@ -44,6 +41,7 @@ class Leaf:
       reason: why, in words, for `memory_table`.
       rows: the parameter's axes that make the matrix's rows (none unless a matrix or an embedding).
       cols: the axes that make its columns.
+      block: for a tile of a matrix, how many rows belong together; it is then seen as a stack of blocks of them.
     """
 
     path: str = dataclasses.field(compare=False)  # equal leaves share one traced rule
@@ -53,6 +51,7 @@ class Leaf:
     reason: str = dataclasses.field(compare=False)
     rows: tuple[int, ...] = ()
     cols: tuple[int, ...] = ()
+    block: int | None = None
 
     @property
     def is_matrix(self) -> bool:
@@ -76,13 +75,16 @@ class Leaf:
 
     @property
     def matrix_shape(self) -> tuple[int, ...]:
-        """`[*batch, r, c]`."""
-        return (*(self.shape[a] for a in self.batch), _size(self.shape, self.rows), _size(self.shape, self.cols))
+        """`[*batch, r, c]`, or `[*batch, r / block, block, c]`."""
+        r, c = _size(self.shape, self.rows), _size(self.shape, self.cols)
+        rows = (r,) if self.block is None else (r // self.block, self.block)
+        return (*(self.shape[a] for a in self.batch), *rows, c)
 
     @property
     def matrix_axes(self) -> tuple[int, ...]:
         """For each axis of `matrix_shape`, the (major) axis of the parameter that it follows."""
-        return (*self.batch, self.rows[0], self.cols[0])
+        rows = self.rows[:1] * (1 if self.block is None else 2)
+        return (*self.batch, *rows, self.cols[0])
 
     def to_matrix(self, x: jax.Array) -> jax.Array:
         """Views the parameter's shape as `[*batch, r, c]`; the identity unless `LeafRules.axes` says otherwise."""

@@ -10,6 +10,7 @@ The order matters: momentum that is lossy must come after the division by `sqrt(
 """
 
 import dataclasses
+import functools
 from collections.abc import Hashable
 from typing import Any
 
@@ -20,13 +21,13 @@ import optax
 from spectra_optax import arguments
 from spectra_optax.arguments import Scalar
 from spectra_optax.codecs.spectrum import Spectrum
-from spectra_optax.leaves import LeafRules
-from spectra_optax.lift import labels
+from spectra_optax.leaves import Leaf, LeafRules
 from spectra_optax.masks import aligned_mask
-from spectra_optax.transforms.block_clip import clip_by_block_rms
-from spectra_optax.transforms.factored_rms import scale_by_factored_rms
+from spectra_optax.tiling import Local, tiled
+from spectra_optax.transforms.given_scale import prepared
 from spectra_optax.transforms.in_blocks import in_blocks
 from spectra_optax.transforms.in_float32 import in_float32
+from spectra_optax.transforms.normalised_first import Adam, normalised_before, normalised_first
 from spectra_optax.transforms.spectral_momentum import scale_by_spectral_momentum
 
 
@@ -116,33 +117,35 @@ def spectra_adamw(
     b1, b2 = arguments.decay_rate("b1", b1), arguments.decay_rate("b2", b2)
     if not callable(weight_decay):
         arguments.number("weight_decay", weight_decay)
-    if isinstance(momentum, Spectrum):
-        average = scale_by_spectral_momentum(b1, spectrum=momentum, leaves=leaves)
-        # Frequencies without momentum pass at a quarter of its gain: at a quarter of the coefficients the best learning
-        # rate would be twice AdamW's. With this scale it is AdamW's own; where every coefficient is kept it is 1.
-        scale = momentum.keep**-0.5
-    else:
-        average, scale = _full_momentum(b1, momentum), 1.0
-    compact = optax.chain(
-        scale_by_factored_rms(b2, eps, leaves=leaves),
-        clip_by_block_rms(1.0, leaves=leaves),
-        average,
-        optax.scale(scale),
+    rest = (optax.add_decayed_weights(weight_decay, aligned_mask(mask)), optax.scale_by_learning_rate(learning_rate))
+    adam, average = Adam(b1, b2, eps), functools.partial(_average, b1, momentum)
+    plain, on_tiles = (
+        lambda rules, order=order: in_float32(optax.chain(order(average, adam, rules), *rest))
+        for order in (normalised_first, normalised_before)
     )
-    rules: dict[Hashable, optax.GradientTransformation] = {
-        "matrix": compact,
-        "embedding": compact,
-        "dense": optax.scale_by_adam(b1, b2, eps),
-        "empty": optax.identity(),
-    }
-    tx = in_float32(
-        optax.chain(
-            optax.partition(rules, labels(leaves)),
-            optax.add_decayed_weights(weight_decay, aligned_mask(mask)),
-            optax.scale_by_learning_rate(learning_rate),
-        )
-    )
-    return in_blocks(tx, momentum, leaves) if isinstance(momentum, Spectrum) else tx
+    given = functools.partial(prepared, b2=b2, eps=eps)
+    local = Local(on_tiles, (leaves,), functools.partial(_block, momentum), (optax.chain(*rest),), given)
+    tx = plain(leaves)
+    return tiled(in_blocks(tx, momentum, leaves) if isinstance(momentum, Spectrum) else tx, local)
+
+
+def _average(
+    b1: Scalar, momentum: Spectrum | FullMomentum, leaves: LeafRules
+) -> tuple[optax.GradientTransformation, ...]:
+    """The momentum of matrices, at the scale that makes AdamW's own learning rates fit.
+
+    Frequencies without momentum pass at a quarter of its gain: at a quarter of the coefficients the best learning rate
+    would be twice AdamW's. Where every coefficient is kept the scale is 1.
+    """
+    if isinstance(momentum, FullMomentum):
+        return _full_momentum(b1, momentum), optax.scale(1.0)
+    spectral = scale_by_spectral_momentum(b1, spectrum=momentum, leaves=leaves)
+    return spectral, optax.scale(momentum.keep**-0.5)
+
+
+def _block(momentum: Spectrum | FullMomentum, leaf: Leaf) -> int | None:
+    """How many rows of a matrix belong together; a momentum that is held whole is best left to XLA."""
+    return momentum.whole_block(leaf) if isinstance(momentum, Spectrum) else None
 
 
 def _full_momentum(decay: Scalar, momentum: FullMomentum) -> optax.GradientTransformation:

@@ -7,7 +7,8 @@
 Vectors, small matrices, embeddings and heads are `optax.adamw` in float32, unless `leaves` says otherwise.
 """
 
-from collections.abc import Hashable
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import optax
@@ -16,12 +17,12 @@ from spectra_optax import arguments
 from spectra_optax.arguments import Scalar
 from spectra_optax.codecs.wavelet import Wavelet
 from spectra_optax.leaves import LINEAR_LAYERS, LeafRules
-from spectra_optax.lift import labels
 from spectra_optax.masks import aligned_mask
-from spectra_optax.transforms.block_clip import clip_by_block_rms
-from spectra_optax.transforms.factored_rms import scale_by_factored_rms
+from spectra_optax.tiling import Local, tiled
 from spectra_optax.transforms.folded_adam import scale_by_foam
+from spectra_optax.transforms.given_scale import prepared
 from spectra_optax.transforms.in_float32 import in_float32
+from spectra_optax.transforms.normalised_first import Adam, normalised_before, normalised_first
 from spectra_optax.transforms.spectral_momentum import noise_gain
 from spectra_optax.transforms.wavelet_adam import scale_by_gwt
 from spectra_optax.transforms.wavelet_subspace import in_wavelet_subspace
@@ -70,7 +71,8 @@ def gwt_adamw(
     References:
       Gradient Wavelet Transform, 2025: https://arxiv.org/abs/2501.07237
     """
-    return _adamw(scale_by_gwt(wavelet, b1=b1, b2=b2, eps=eps, leaves=leaves), learning_rate, weight_decay, mask)
+    rest = _rest(learning_rate, weight_decay, mask)
+    return _adamw(lambda leaves: scale_by_gwt(wavelet, b1=b1, b2=b2, eps=eps, leaves=leaves), rest, wavelet, leaves)
 
 
 def foam_adamw(
@@ -118,7 +120,8 @@ def foam_adamw(
     References:
       FOAM, 2025: https://arxiv.org/abs/2512.07112
     """
-    return _adamw(scale_by_foam(wavelet, b1=b1, b2=b2, eps=eps, leaves=leaves), learning_rate, weight_decay, mask)
+    rest = _rest(learning_rate, weight_decay, mask)
+    return _adamw(lambda leaves: scale_by_foam(wavelet, b1=b1, b2=b2, eps=eps, leaves=leaves), rest, wavelet, leaves)
 
 
 def gwt_adafactor(
@@ -169,25 +172,31 @@ def gwt_adafactor(
       Gradient Wavelet Transform, 2025: https://arxiv.org/abs/2501.07237
     """
     b1, b2 = arguments.decay_rate("b1", b1), arguments.decay_rate("b2", b2)
-    matrix = optax.chain(
-        scale_by_factored_rms(b2, eps, leaves=leaves),
-        clip_by_block_rms(1.0, leaves=leaves),
-        in_wavelet_subspace(optax.ema(b1), wavelet, gain=noise_gain(b1), leaves=leaves),
+    rest = _rest(learning_rate, weight_decay, mask)
+
+    adam = Adam(b1, b2, eps)
+    average = lambda rules: (in_wavelet_subspace(optax.ema(b1), wavelet, gain=noise_gain(b1), leaves=rules),)
+    plain, on_tiles = (
+        lambda rules, order=order: in_float32(optax.chain(order(average, adam, rules), *rest))
+        for order in (normalised_first, normalised_before)
     )
-    rules: dict[Hashable, optax.GradientTransformation] = {
-        "matrix": matrix,
-        "embedding": matrix,
-        "dense": optax.scale_by_adam(b1, b2, eps),
-        "empty": optax.identity(),
-    }
-    return _adamw(optax.partition(rules, labels(leaves)), learning_rate, weight_decay, mask)
+    given = functools.partial(prepared, b2=b2, eps=eps)
+    return tiled(plain(leaves), Local(on_tiles, (leaves,), wavelet.whole_block, (optax.chain(*rest),), given))
+
+
+Rest = tuple[optax.GradientTransformation, ...]
+
+
+def _rest(learning_rate: optax.ScalarOrSchedule, weight_decay: optax.ScalarOrSchedule, mask: Any) -> Rest:
+    """Decoupled weight decay and a learning rate."""
+    if not callable(weight_decay):
+        arguments.number("weight_decay", weight_decay)
+    return (optax.add_decayed_weights(weight_decay, aligned_mask(mask)), optax.scale_by_learning_rate(learning_rate))
 
 
 def _adamw(
-    rule: optax.GradientTransformation, learning_rate: optax.ScalarOrSchedule, weight_decay: Any, mask: Any
+    rule: Callable[[LeafRules], optax.GradientTransformation], rest: Rest, wavelet: Wavelet, leaves: LeafRules
 ) -> optax.GradientTransformationExtraArgs:
-    """A rule with decoupled weight decay and a learning rate."""
-    if not callable(weight_decay):
-        arguments.number("weight_decay", weight_decay)
-    decay = optax.add_decayed_weights(weight_decay, aligned_mask(mask))
-    return in_float32(optax.chain(rule, decay, optax.scale_by_learning_rate(learning_rate)))
+    """A rule that is local to blocks, and the rest."""
+    build = lambda leaves: in_float32(optax.chain(rule(leaves), *rest))
+    return tiled(build(leaves), Local(build, (leaves,), wavelet.whole_block, (optax.chain(*rest),)))

@@ -102,6 +102,11 @@ class Companded:
         """The numbers in the arrays, float32 of the leaf's shape."""
         return leaf.from_matrix(self.decode_array(arrays, leaf.matrix_shape[leaf.cut_axis], leaf.cut_axis))
 
+    def whole_block(self, length: int) -> int | None:
+        """How many neighbours along an axis of this length share a scale; None if the last group is padded."""
+        layout = self._layout(length)
+        return layout.block if layout.count * layout.block == length else None
+
     def leaf_layout(self, leaf: Leaf) -> Layout:
         """The layout of the axis along which a matrix leaf is cut into groups."""
         return self._layout(leaf.matrix_shape[leaf.cut_axis])

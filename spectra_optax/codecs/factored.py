@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from spectra_optax.leaves import Leaf
 from spectra_optax.sharding import Slot, slot
 
+ROW_SCALE, COL_SCALE = 2.0**40, 2.0**41  # that differ: XLA would compute the squares once for both and store them
 _LARGE = 1e30  # far enough from the largest float32 for a sum below it to be complete
 _TINY = 2.0**-126  # the smallest float32 that is not flushed to 0
 
@@ -65,21 +66,22 @@ class Factored:
 
 def row_col_rms(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Root mean squares of each row `[..., r]` and of each column `[..., c]` of `x` `[..., r, c]`, in float32."""
-    # Scales that differ keep XLA from computing the squares once for both and storing them.
-    return rms(x, -1, scale=2.0**40), rms(x, -2, scale=2.0**41)
+    return rms(x, -1, scale=ROW_SCALE), rms(x, -2, scale=COL_SCALE)
 
 
-def rms(x: jax.Array, axis: int | tuple[int, ...], *, keepdims: bool = False, scale: float = 2.0**40) -> jax.Array:
+def rms(x: jax.Array, axis: int | tuple[int, ...], *, keepdims: bool = False, scale: float = ROW_SCALE) -> jax.Array:
     """Root mean square over axes, in float32, exact to rounding for magnitudes from 1e-28 to 1e28.
 
     Squares are taken of `x` scaled up and scaled down, in one pass, by powers of two; the sum that stayed in the range
     of float32 counts.
     """
-    up, down = (
-        jnp.mean(jnp.square(_size(x) * factor), axis=axis, keepdims=keepdims).astype(jnp.float32)
-        for factor in (scale, 1.0 / scale)
-    )
-    return _root(up, down, scale)
+    up, down = (jnp.mean(y, axis=axis, keepdims=keepdims).astype(jnp.float32) for y in squares(x, scale))
+    return root(up, down, scale)
+
+
+def squares(x: jax.Array, scale: float) -> tuple[jax.Array, jax.Array]:
+    """Squares of `x` scaled up, and scaled down."""
+    return jnp.square(_size(x) * scale), jnp.square(_size(x) * (1.0 / scale))
 
 
 def _size(x: jax.Array) -> jax.Array:
@@ -89,11 +91,11 @@ def _size(x: jax.Array) -> jax.Array:
 
 def _total(row: jax.Array) -> jax.Array:
     """`rms(row, -1)` with its two sums in one reduction: XLA's CPU compiler makes fewer kernels of it."""
-    up, down = jnp.mean(jnp.square(jnp.stack([row * 2.0**40, row * 2.0**-40])), axis=-1)
-    return _root(up, down, 2.0**40)
+    up, down = jnp.mean(jnp.square(jnp.stack([row * ROW_SCALE, row * (1.0 / ROW_SCALE)])), axis=-1)
+    return root(up, down, ROW_SCALE)
 
 
-def _root(up: jax.Array, down: jax.Array, scale: float) -> jax.Array:
+def root(up: jax.Array, down: jax.Array, scale: float) -> jax.Array:
     """The root mean square from that of numbers scaled up and that of numbers scaled down."""
     complete = up < _LARGE
     return jnp.sqrt(jnp.where(complete, up, down)) * jnp.where(complete, 1.0 / scale, scale)

@@ -139,6 +139,16 @@ class Spectrum:
         """The layout of the axis along which a matrix leaf is cut."""
         return self.layout(leaf.matrix_shape[leaf.cut_axis])
 
+    def whole_block(self, leaf: Leaf) -> int | None:
+        """How many rows of a matrix leaf its blocks hold together; None if its last one is padded or a mask is held."""
+        layout = self.leaf_layout(leaf)
+        if self.is_stored or layout.count * layout.block != layout.length:
+            return None
+        if self.values is None:
+            return layout.block
+        group = self.values.whole_block(layout.coefficients.length)
+        return group and math.lcm(layout.kept, group) // layout.kept * layout.block
+
     @property
     def sign(self) -> Literal["signed"]:
         """Coefficients have both signs."""

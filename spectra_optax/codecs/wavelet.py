@@ -27,6 +27,7 @@ from spectra_optax.sharding import Slot, slot
 
 _DEEPEST = 8
 _TILE = 8  # rows of a TPU's tile
+_TALLEST = 1024  # rows that a kernel holds at a time
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,6 +114,12 @@ class Wavelet:
             )
         shape[cut] = self.length(shape[cut])
         return tuple(shape)
+
+    def whole_block(self, leaf: Leaf) -> int | None:
+        """How many rows of a matrix leaf tiles should hold together; None where they cannot."""
+        rows = _TILE * sharding.USUAL_SHARDS * 2**self.level
+        fits = self.is_haar and self.cut_axis(leaf) == -2 and leaf.shape[-2] % rows == 0
+        return rows if fits and rows <= _TALLEST else None
 
     def slot(self, leaf: Leaf, dtype: jax.typing.DTypeLike) -> Slot:
         """An array of the shape of a matrix leaf's approximation; only Haar's can be sharded along the axis."""

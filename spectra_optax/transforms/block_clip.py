@@ -26,8 +26,17 @@ def _clip(leaf: Leaf, u: jax.Array, *, threshold: Scalar) -> jax.Array:
     if not leaf.is_matrix:
         return u
     x = leaf.to_matrix(u)
-    size = jnp.sqrt(jnp.mean(jnp.square(jnp.abs(x) * (_DOWN / threshold)), axis=(-2, -1), keepdims=True))
-    return leaf.from_matrix(x / jnp.maximum(1.0, size / _DOWN))
+    return leaf.from_matrix(x / excess(jnp.mean(squares(x, threshold), axis=(-2, -1), keepdims=True)))
+
+
+def squares(x: jax.Array, threshold: Scalar) -> jax.Array:
+    """Squares relative to that of the threshold, far down."""
+    return jnp.square(jnp.abs(x) * (_DOWN / threshold))
+
+
+def excess(mean: jax.Array) -> jax.Array:
+    """By how many times a root mean square exceeds the threshold, from 1, given the mean of `squares`."""
+    return jnp.maximum(1.0, jnp.sqrt(mean) / _DOWN)
 
 
 def clip_by_block_rms(

@@ -13,6 +13,7 @@ Bytes per parameter: those of the codecs; AdamW with `mu=Companded(), nu=Compand
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -25,6 +26,7 @@ from spectra_optax.codecs.codec import Codec
 from spectra_optax.codecs.companding import Companded
 from spectra_optax.leaves import Leaf, LeafRules, wide
 from spectra_optax.lift import FORMAT, check_settings, check_type, described, encode_settings, leaves_of, named
+from spectra_optax.tiling import Local, Tiled, tiled, untiled
 from spectra_optax.transforms.fitting_forms import check_codecs, check_fields
 from spectra_optax.transforms.in_blocks import in_blocks
 from spectra_optax.transforms.in_float32 import in_float32
@@ -75,7 +77,8 @@ def compress_state(
     """
     compressed = compressed_state(inner, leaves, codecs)
     cut = [codec for codec in codecs.values() if isinstance(codec, Companded)]
-    return in_blocks(compressed, cut[0], leaves) if cut else compressed
+    compressed = in_blocks(compressed, cut[0], leaves) if cut else compressed
+    return tiled(compressed, local_to_blocks(inner, leaves, codecs))
 
 
 def compressed_state(
@@ -85,7 +88,7 @@ def compressed_state(
     arguments.instance("inner", inner, optax.GradientTransformation)
     arguments.instance("leaves", leaves, LeafRules)
     check_codecs(codecs)
-    inner = optax.with_extra_args_support(inner)
+    inner = optax.with_extra_args_support(untiled(inner))
     held = ", ".join(f"{name}={getattr(codec, 'label', codec)}" for name, codec in sorted(codecs.items()))
     label = f"spectra_optax {FORMAT} compress_state {held}"
 
@@ -112,6 +115,25 @@ def compressed_state(
     return in_float32(optax.GradientTransformationExtraArgs(init, update))
 
 
+def local_to_blocks(inner: optax.GradientTransformation, leaves: LeafRules, codecs: dict[str, Codec]) -> Local:
+    """How `compressed_state` looks on tiles."""
+    within = inner.local if isinstance(inner, Tiled) else None
+
+    def build(rules):
+        return compressed_state(within.build(rules) if within else inner, rules, codecs)
+
+    def block(leaf):
+        if not all(isinstance(codec, Companded) for codec in codecs.values()):
+            return None
+        blocks = [codec.whole_block(leaf.shape[-2]) for codec in codecs.values() if isinstance(codec, Companded)]
+        blocks += [within.block(leaf)] if within else []
+        return math.lcm(*(b for b in blocks if b)) if all(blocks) else None
+
+    if within:
+        return within._replace(build=build, rules=(leaves, *within.rules), block=block)
+    return Local(build, (leaves,), block, (inner,))
+
+
 def _leaf_of(rules: LeafRules, treated: list[Leaf]) -> LeafOf:
     """How the array of a state at a path is compressed; None if it is not.
 
@@ -125,7 +147,7 @@ def _leaf_of(rules: LeafRules, treated: list[Leaf]) -> LeafOf:
             return leaf
         if n < 2 or min(shape[-2:]) < min(rules.min_dim, _SHORTEST):
             return None
-        return dataclasses.replace(leaf, shape=shape, rows=(n - 2,), cols=(n - 1,))
+        return dataclasses.replace(leaf, shape=shape, rows=(n - 2,), cols=(n - 1,), block=None)
 
     return leaf_of
 

@@ -42,13 +42,34 @@ def _slots(leaf: Leaf) -> dict[str, Slot]:
     return {} if leaf.kind == "empty" else {"rms": slot(leaf.shape, jnp.float32, range(len(leaf.shape)))}
 
 
-def _matrix(leaf: Leaf, unbias: jax.Array, g: jax.Array, b2: jax.Array, eps: jax.Array, rms_row, rms_col):
-    x = leaf.to_matrix(g)
-    row, col = factored.row_col_rms(x)
+class Factors(NamedTuple):
+    """What a matrix `[..., r, c]` of gradients is multiplied by."""
+
+    row: jax.Array  # [..., r, 1]
+    col: jax.Array  # [..., 1, c]
+
+
+def factors(row, col, unbias: jax.Array, b2: jax.Array, eps: jax.Array, rms_row, rms_col):
+    """The factors for gradients of these root mean squares, and the new statistics."""
     row, col = factored.average(rms_row, row, b2), factored.average(rms_col, col, b2)
     inverse_row, inverse_col = factored.inverse_root(row, col, eps)
-    u = x * (unbias * inverse_row)[..., None] * inverse_col[..., None, :]
-    return leaf.from_matrix(bounded(u, jax.lax.rsqrt(1.0 - b2))), {"rms_row": row, "rms_col": col}
+    return Factors((unbias * inverse_row)[..., None], inverse_col[..., None, :]), {"rms_row": row, "rms_col": col}
+
+
+def scaled(x: jax.Array, by: Factors, b2: jax.Array) -> jax.Array:
+    """Normalised gradients."""
+    return bounded(x * by.row * by.col, jax.lax.rsqrt(1.0 - b2))
+
+
+def unbiasing(count: jax.Array, b2: jax.Array) -> jax.Array:
+    """The root of the share of an average that was filled after `count` steps."""
+    return jnp.sqrt(1.0 - b2**count)
+
+
+def _matrix(leaf: Leaf, unbias: jax.Array, g: jax.Array, b2: jax.Array, eps: jax.Array, rms_row, rms_col):
+    x = leaf.to_matrix(g)
+    by, statistics = factors(*factored.row_col_rms(x), unbias, b2, eps, rms_row, rms_col)
+    return leaf.from_matrix(scaled(x, by, b2)), statistics
 
 
 def _dense(unbias: jax.Array, g: jax.Array, b2: jax.Array, eps: jax.Array, rms: jax.Array):
@@ -71,7 +92,7 @@ def _step(leaf: Leaf, count: jax.Array, g: jax.Array, *, b2: Scalar, eps: Scalar
     if leaf.kind == "empty":
         return g, held
     b2, eps = jnp.asarray(b2, jnp.float32), jnp.asarray(eps, jnp.float32)
-    unbias = jnp.sqrt(1.0 - b2**count)
+    unbias = unbiasing(count, b2)
     return _matrix(leaf, unbias, g, b2, eps, **held) if leaf.is_matrix else _dense(unbias, g, b2, eps, **held)
 
 

@@ -25,6 +25,7 @@ from spectra_optax.codecs.rounding import random_bits
 from spectra_optax.codecs.weight_split import BITS, CORRECTION_DTYPES, Bits, is_narrow, join, pattern, split
 from spectra_optax.leaves import inexact, wide
 from spectra_optax.lift import FORMAT, check_settings, check_type, encode_settings, is_box, named, start_beside
+from spectra_optax.tiling import Tiled, tiled, untiled
 from spectra_optax.transforms.in_float32 import check_alike, first_state
 
 Rounding = Literal["nearest", "stochastic"]
@@ -83,7 +84,11 @@ def split_master_weights(
             raise ValueError(f"split_master_weights has no effect: no parameter is bfloat16 or float16, only {found}.")
         return lenient.init(params)
 
-    return optax.GradientTransformationExtraArgs(init, lenient.update)
+    plain = optax.GradientTransformationExtraArgs(init, lenient.update)
+    if not isinstance(inner, Tiled):
+        return plain
+    build = inner.local.build
+    return tiled(plain, inner.local._replace(build=lambda rules: split_leaves(build(rules), bits, rounding)))
 
 
 def split_leaves(
@@ -98,7 +103,7 @@ def split_leaves(
         if bits == 32:
             raise ValueError(f"rounding={rounding!r} has no effect at 32 bits, which hold float32 weights whole.")
     is_random = bits == 24 and rounding != "nearest"
-    inner = optax.with_extra_args_support(inner)
+    inner = optax.with_extra_args_support(untiled(inner))
     # Under jit only the lengths of labels are compared: the dtype's name makes them differ.
     label = f"spectra_optax {FORMAT} split_master_weights {bits} {CORRECTION_DTYPES[bits]}"
 

@@ -1,0 +1,1 @@
+"""Single-pass kernels: a rule that is local to blocks of rows, run tile by tile."""

@@ -1,0 +1,181 @@
+"""A rule as a flat program of two parts: what needs only scalars, and the rest, which runs on tiles.
+
+A kernel computes on tiles. Bias corrections, schedules and whatever else depends on scalars alone is computed before it
+and handed over. An `iota` says in which row or column a number stands, which a tile is told.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core
+
+# Calls that are opened, with the name of what they call.
+_CALLS = {
+    "jit": "jaxpr",
+    "pjit": "jaxpr",
+    "closed_call": "call_jaxpr",
+    "core_call": "call_jaxpr",
+    "custom_jvp_call": "call_jaxpr",
+    "custom_vjp_call": "call_jaxpr",
+}
+
+
+class Program(NamedTuple):
+    """A flat program without calls.
+
+    Attributes:
+      inputs: its variables, one for each argument.
+      outputs: its results: variables, or literals.
+      constants: values of variables that are no arguments.
+      before: equations on scalars alone.
+      inside: the other equations.
+    """
+
+    inputs: list[Any]
+    outputs: list[Any]
+    constants: dict[Any, Any]
+    before: list[Any]
+    inside: list[Any]
+
+
+def program(rule: Callable, arguments: Sequence[jax.ShapeDtypeStruct]) -> Program:
+    """Traces `rule(*arguments) -> list of arrays`."""
+    closed = jax.make_jaxpr(rule)(*arguments)
+    closed = jax.make_jaxpr(lambda *inputs: _opened(closed.jaxpr, closed.consts, inputs))(*arguments)
+    jaxpr = closed.jaxpr
+    constants = dict(zip(jaxpr.constvars, closed.consts, strict=True))
+    scalars = {v for v in (*jaxpr.invars, *constants) if v.aval.ndim == 0}
+    before, inside = [], []
+    for equation in jaxpr.eqns:
+        is_scalar = all(isinstance(v, core.Literal) or v in scalars for v in equation.invars)
+        if is_scalar and all(v.aval.ndim == 0 for v in equation.outvars):
+            before.append(equation)
+            scalars.update(equation.outvars)
+        else:
+            inside.append(equation)
+    return Program(list(jaxpr.invars), list(jaxpr.outvars), constants, before, inside)
+
+
+def needed(equations: Iterable[Any], outputs: Iterable[Any]) -> tuple[list[Any], list[Any]]:
+    """The equations that the outputs depend on, and the variables that those take from elsewhere, in a fixed order."""
+    wanted, kept = set(variables(outputs)), []
+    for equation in reversed(list(equations)):
+        if wanted.intersection(equation.outvars):
+            kept.append(equation)
+            wanted.update(variables(equation.invars))
+    kept.reverse()
+    made = {v for equation in kept for v in equation.outvars}
+    used = [v for equation in kept for v in variables(equation.invars)] + variables(outputs)
+    return kept, [v for v in dict.fromkeys(used) if v not in made]
+
+
+class Place(NamedTuple):
+    """Where a tile lies in a matrix of `ndim` axes.
+
+    Attributes:
+      ndim: of the matrix; arrays with more axes are stacks of blocks, which count rows within a block.
+      rows: int32 `[r, 1]`, numbers of its rows.
+      columns: int32 `[1, c]`, numbers of its columns.
+    """
+
+    ndim: int
+    rows: jax.Array
+    columns: jax.Array
+
+    def counted(self, equation: Any) -> jax.Array | None:
+        """What an `iota` over rows or columns of the matrix is in the tile; None for any other equation."""
+        if equation.primitive.name != "iota":
+            return None
+        aval = equation.outvars[0].aval
+        axis = equation.params["dimension"] - aval.ndim
+        if aval.ndim < 2:
+            return None
+        is_rows = axis == -2 and aval.ndim == self.ndim and aval.shape[-2] == self.rows.shape[-2]
+        if not is_rows and not (axis == -1 and aval.shape[-1] == self.columns.shape[-1]):
+            return None
+        numbers = (self.rows if is_rows else self.columns).astype(aval.dtype)
+        return jnp.broadcast_to(numbers.reshape((1,) * (aval.ndim - 2) + numbers.shape), aval.shape)
+
+
+def evaluate(equations: Iterable[Any], values: dict[Any, Any], place: Place | None = None) -> None:
+    """Computes equations in order, adding their results to `values`; in a tile, with its place in the matrix."""
+    for equation in equations:
+        inputs = [value(v, values) for v in equation.invars]
+        counted = place.counted(equation) if place else None
+        if counted is not None:
+            out = [counted]
+        elif place and equation.primitive.name in _IN_OTHER_WORDS:
+            out = [_IN_OTHER_WORDS[equation.primitive.name](*inputs, **equation.params)]
+        else:
+            out = equation.primitive.bind(*inputs, **equation.params)
+        values.update(zip(equation.outvars, out if isinstance(out, list | tuple) else [out], strict=True))
+
+
+def variables(atoms: Iterable[Any]) -> list[Any]:
+    """What is no literal."""
+    return [v for v in atoms if not isinstance(v, core.Literal)]
+
+
+def value(variable: Any, values: dict[Any, Any]) -> Any:
+    """What a variable or a literal stands for."""
+    return variable.val if isinstance(variable, core.Literal) else values[variable]
+
+
+def _opened(jaxpr: Any, constants: Iterable[Any], inputs: Iterable[Any]) -> list[Any]:
+    """Computes a program with its calls opened; barriers, which order passes over memory, have no sense in a tile."""
+    values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*constants, *inputs), strict=True))
+    for equation in jaxpr.eqns:
+        arguments = [value(v, values) for v in equation.invars]
+        name = equation.primitive.name
+        if name == "optimization_barrier":
+            out = arguments
+        elif name in _CALLS:
+            inner = equation.params[_CALLS[name]]
+            out = _opened(inner.jaxpr, inner.consts, arguments)
+        else:
+            out = equation.primitive.bind(*arguments, **equation.params)
+        values.update(zip(equation.outvars, out if isinstance(out, list | tuple) else [out], strict=True))
+    return [value(v, values) for v in jaxpr.outvars]
+
+
+def _sign(x: jax.Array) -> jax.Array:
+    one = jnp.ones_like(x)
+    return jnp.where(x > 0, one, jnp.where(x < 0, -one, x))
+
+
+def _dot_general(x: jax.Array, y: jax.Array, *, dimension_numbers, **settings) -> jax.Array:
+    """Stacks of stacks of matrices as one stack."""
+    (from_x, from_y), (batch, _) = dimension_numbers
+    extra = len(batch) - 1
+    if extra < 1:
+        return jax.lax.dot_general_p.bind(x, y, dimension_numbers=dimension_numbers, **settings)
+    stacked = [z.reshape(-1, *z.shape[extra + 1 :]) for z in (x, y)]
+    moved = tuple(tuple(a - extra for a in axes) for axes in (from_x, from_y))
+    out = jax.lax.dot_general_p.bind(*stacked, dimension_numbers=(moved, ((0,), (0,))), **settings)
+    return out.reshape(*x.shape[: extra + 1], *out.shape[1:])
+
+
+# Operations that Pallas cannot lower, or only where there is a chip to ask.
+_IN_OTHER_WORDS = {"sign": _sign, "dot_general": _dot_general}
+
+
+def elementwise(traced: Program) -> list[str] | None:
+    """The operations on arrays, or None if one of them does more than combine numbers of the same place."""
+    names = []
+    for equation in traced.inside:
+        name, ranked = equation.primitive.name, [v.aval.shape for v in equation.invars if v.aval.ndim]
+        if name not in _ELEMENTWISE and not (name == "broadcast_in_dim" and not ranked):
+            return None
+        if any(v.aval.shape != shape for shape in ranked for v in equation.outvars):
+            return None
+        names.append(name)
+    return names
+
+
+_ELEMENTWISE = frozenset(
+    "abs add and atan2 cbrt ceil clamp convert_element_type copy cos div eq erf exp exp2 expm1 floor ge gt integer_pow "
+    "is_finite le log log1p logistic lt max min mul ne neg nextafter not or pow reduce_precision rem round rsqrt "
+    "select_n sign sin sqrt square stop_gradient sub tan tanh xor".split()
+)
