@@ -12,8 +12,7 @@ from typing import Any
 
 import optax
 
-from spectra_optax import arguments
-from spectra_optax.tiling import Tiled, on_tiles, runs_kernels
+from spectra_optax import arguments, tiling
 
 Step = Callable[..., tuple[Any, Any]]
 
@@ -54,14 +53,14 @@ def fused_step(*transformations: optax.GradientTransformation, shardings: Any = 
     whole = optax.with_extra_args_support(optax.chain(*transformations) if before else last)
 
     def step(gradients, state, params, **extra_args):
-        if extra_args or not isinstance(last, Tiled) or not runs_kernels():
+        if extra_args or not isinstance(last, tiling.Tiled) or not tiling.runs_kernels():
             updates, state = whole.update(gradients, state, params, **extra_args)
             return optax.apply_updates(params, updates), state
         if not before:
-            return on_tiles(last.plain, last.local, gradients, state, params, apply=True, shardings=shardings)
+            return tiling.on_tiles(last.plain, last.local, gradients, state, params, apply=True, shardings=shardings)
         *states, own = state
         updates, others = first.update(gradients, tuple(states), params)
-        params, own = on_tiles(last.plain, last.local, updates, own, params, apply=True, shardings=shardings)
+        params, own = tiling.on_tiles(last.plain, last.local, updates, own, params, apply=True, shardings=shardings)
         return params, (*tuple(others), own)
 
     return step

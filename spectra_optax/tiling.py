@@ -120,7 +120,10 @@ def on_tiles(
     if len(left) == len(gradients):
         return whole.finished(*plain.update(updates, state, params))
     if left:
-        others, changed = whole.plainly(left)
+        try:
+            others, changed = whole.plainly(left)
+        except NotLocalError:  # the plain transformation says what is wrong with the state
+            return whole.finished(*plain.update(updates, state, params))
         new |= changed
         for i, output in zip(sorted(left), others, strict=True):
             outputs[i] = output

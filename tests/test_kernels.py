@@ -1,0 +1,259 @@
+"""Rules on tiles: the kernels that TPUs get, interpreted, against the plain formulas."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from spectra_optax import (
+    Companded,
+    FullMomentum,
+    LeafRules,
+    Spectrum,
+    Wavelet,
+    compress_state,
+    flash_adamw,
+    flash_lion,
+    flash_sgd,
+    foam_adamw,
+    fused_step,
+    gwt_adafactor,
+    gwt_adamw,
+    spectra_adamw,
+    split_master_weights,
+    tiling,
+)
+from spectra_optax.kernels import program as programs
+from spectra_optax.kernels.sums import sums
+
+EIGHT_BITS = {"mu": Companded(), "nu": Companded("unsigned")}
+# Partly filled tiles in both directions, a stack, and what stays plain.
+SHAPES = {"wide": (768, 160), "stacked": (2, 256, 48), "bias": (48,), "ragged": (130, 40), "embedding": (64, 128)}
+ON_TILES = ("wide", "stacked")
+flat_only = lambda params: jax.tree.map(lambda p: p.ndim == 2, params)
+# Optimizer, dtype of the parameters.
+OPTIMIZERS = {
+    "flash_adamw": (flash_adamw(1e-2, mask=flat_only), "bfloat16"),
+    "flash_lion": (flash_lion(1e-2), "bfloat16"),
+    "flash_sgd": (flash_sgd(1e-2, momentum=0.9, weight_decay=0.1), "bfloat16"),
+    "gwt_adamw": (gwt_adamw(1e-2), "float32"),
+    "foam_adamw": (foam_adamw(1e-2, wavelet=Wavelet(level=1)), "float32"),
+    "gwt_adafactor": (gwt_adafactor(1e-2), "float32"),
+    "spectra_adamw": (spectra_adamw(1e-2), "float32"),
+    "spectra_adamw_8_bits": (spectra_adamw(1e-2, momentum=Spectrum(values=Companded())), "bfloat16"),
+    "split_spectra_adamw": (split_master_weights(spectra_adamw(1e-2)), "bfloat16"),
+    "foam_adamw_8_bits": (compress_state(foam_adamw(1e-2), **EIGHT_BITS), "float32"),
+    "nadam_8_bits": (compress_state(optax.nadam(1e-2), **EIGHT_BITS), "float32"),
+}
+QUICK = ("flash_adamw", "gwt_adamw", "spectra_adamw", "split_spectra_adamw")
+
+
+@pytest.fixture
+def kernels(monkeypatch):
+    """A platform of one device that asks for kernels."""
+    monkeypatch.setattr(tiling, "runs_kernels", lambda: True)
+    monkeypatch.setattr(jax, "device_count", lambda: 1)
+
+
+def drawn(dtype="float32", shapes=SHAPES, seed=0, scale=1.0):
+    rng = np.random.default_rng(seed)
+    return {name: jnp.asarray(scale * rng.normal(size=shape), dtype) for name, shape in shapes.items()}
+
+
+def plainly(tx):
+    """The step of two calls, without kernels."""
+    return fused_step(tx.plain if isinstance(tx, tiling.Tiled) else tx)
+
+
+def trained(step, tx, params, steps=2):
+    state, step = tx.init(params), jax.jit(step)
+    for t in range(steps):
+        gradients = drawn(jax.tree.leaves(params)[0].dtype, jax.tree.map(jnp.shape, params), t + 1, 1e-2)
+        params, state = step(gradients, state, params)
+    return params, state
+
+
+def two_calls(tx):
+    def step(gradients, state, params):
+        updates, state = tx.update(gradients, state, params)
+        return optax.apply_updates(params, updates), state
+
+    return step
+
+
+def launches(step, tx, params):
+    """Kernels of the program of a step."""
+    return str(jax.make_jaxpr(step)(params, tx.init(params), params)).count("pallas_call[")
+
+
+def assert_same(got, expected):
+    for (path, x), y in zip(jax.tree_util.tree_flatten_with_path(got)[0], jax.tree.leaves(expected), strict=True):
+        assert x.dtype == y.dtype
+        x, y = (np.asarray(z, "float64") for z in (x, y))
+        # Another order of operations: a code, or a 16-bit number, may round to its neighbour, seldom.
+        off = np.abs(x - y) > 1e-5 * np.abs(y).max()
+        assert off.mean() < 2e-3, (jax.tree_util.keystr(path), off.mean())
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in QUICK else pytest.mark.slow) for n in OPTIMIZERS])
+def test_a_fused_step_on_tiles_is_the_plain_step(name, kernels):
+    tx, dtype = OPTIMIZERS[name]
+    params = drawn(dtype)
+    step = fused_step(tx)
+    per_leaf = 3 if "spectra" in name or "adafactor" in name else 1
+    assert launches(step, tx, params) == per_leaf * len(ON_TILES)
+    assert_same(trained(step, tx, params), trained(plainly(tx), tx, params))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*OPTIMIZERS])
+def test_updates_from_tiles_are_the_plain_ones(name, kernels):
+    tx, dtype = OPTIMIZERS[name]
+    params = drawn(dtype)
+    assert_same(trained(two_calls(tx), tx, params), trained(plainly(tx), tx, params))
+
+
+@pytest.mark.parametrize(
+    "inner",
+    [
+        optax.lamb(1e-2),
+        optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-2)),
+        optax.adamw(1e-2, mask=lambda params: jax.tree.map(lambda p: p.shape[0] > 600, params)),
+        optax.chain(optax.adam(1e-2), optax.stateless(lambda u, p: jax.tree.map(jnp.fliplr, u))),
+    ],
+    ids=["trust ratio", "global norm", "mask by size", "moves numbers"],
+)
+def test_what_looks_beyond_a_number_is_not_run_on_tiles(inner, kernels):
+    params = drawn(shapes={"kernel": (1024, 300)})
+    tx = compress_state(inner, **EIGHT_BITS)
+    assert launches(two_calls(tx), tx, params) == 0
+    assert_same(trained(two_calls(tx), tx, params), trained(plainly(tx), tx, params))
+
+
+@pytest.mark.parametrize(
+    "tx",
+    [
+        spectra_adamw(1e-2, momentum=Spectrum(mask="energy")),
+        spectra_adamw(1e-2, momentum=FullMomentum()),
+        gwt_adamw(1e-2, wavelet=Wavelet(axis=-1)),
+        gwt_adamw(1e-2, leaves=LeafRules(axes=lambda path, shape: ((1,), (0,)))),
+        compress_state(optax.adam(1e-2), mu=Companded()),
+    ],
+    ids=["mask in the state", "whole momentum", "other axis", "transposed", "half precision"],
+)
+def test_what_does_not_lie_in_blocks_of_rows_stays_plain(tx, kernels):
+    params = drawn("float16" if "CompressedState" in str(tx.init(jnp.ones((64, 64)))) else "float32")
+    assert launches(two_calls(tx), tx, params) == 0
+
+
+def test_a_wrong_state_is_refused_as_everywhere(kernels):
+    tx, params = flash_adamw(1e-2), drawn("bfloat16")
+    state = tx.init(drawn("bfloat16", {**SHAPES, "wide": (768, 161)}))
+    with pytest.raises(ValueError, match="wide"):
+        fused_step(tx)(params, state, params)
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda: optax.chain(optax.clip_by_global_norm(1e-3), flash_adamw(1e-2)),
+        lambda: optax.inject_hyperparams(flash_adamw)(optax.linear_schedule(1e-2, 0.0, 10)),
+        lambda: optax.apply_if_finite(compress_state(optax.adamw(1e-2), **EIGHT_BITS), 2),
+        lambda: optax.MultiSteps(gwt_adamw(optax.linear_schedule(1e-2, 0.0, 10)), 2),
+    ],
+    ids=["chain", "inject_hyperparams", "apply_if_finite", "MultiSteps"],
+)
+def test_wrapped_optimizers_run_on_tiles(wrap, kernels, monkeypatch):
+    params = drawn(shapes={"kernel": (256, 128)})
+    tx = wrap()
+    assert launches(two_calls(tx), tx, params) == 1
+    got = trained(two_calls(tx), tx, params)
+    monkeypatch.setattr(tiling, "runs_kernels", lambda: False)
+    assert_same(got, trained(two_calls(wrap()), tx, params))
+
+
+def test_a_fused_chain_steps_with_the_state_of_the_chain(kernels):
+    clip, tx = optax.clip_by_global_norm(1e-3), flash_lion(1e-2)
+    params, chain = drawn("bfloat16"), optax.chain(optax.clip_by_global_norm(1e-3), flash_lion(1e-2))
+    got, expected = trained(fused_step(clip, tx), chain, params), trained(two_calls(chain), chain, params)
+    assert_same(got, expected)
+
+
+@pytest.mark.slow
+def test_vmapped_and_scanned(kernels):
+    tx = flash_adamw(1e-2)
+    params = {"kernel": drawn("bfloat16", {"kernel": (3, 128, 64)})["kernel"]}
+    step = lambda p: functools.reduce(
+        lambda carry, _: fused_step(tx)(carry[0], carry[1], carry[0]), range(2), (p, tx.init(p))
+    )
+    apart = [step({"kernel": p})[0]["kernel"] for p in params["kernel"]]
+    assert_same(jax.jit(jax.vmap(step))(params)[0]["kernel"], jnp.stack(apart))
+    scanned = jax.lax.scan(lambda c, _: (fused_step(tx)(c[0], c[1], c[0]), None), (params, tx.init(params)), length=2)
+    assert_same(scanned[0], jax.jit(step)(params))
+
+
+@pytest.mark.parametrize("types", [AxisType.Explicit, AxisType.Auto])
+@pytest.mark.parametrize("spec", [("x", "y"), (("x", "y"), None), (None, ("x", "y"))], ids=str)
+@pytest.mark.parametrize("name", ["flash_adamw", "split_spectra_adamw"])
+def test_each_shard_has_a_kernel_of_its_own(name, spec, types, monkeypatch):
+    monkeypatch.setattr(tiling, "runs_kernels", lambda: True)
+    tx, dtype = OPTIMIZERS[name]
+    mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(types, types))
+    layout = {"kernel": NamedSharding(mesh, PartitionSpec(*spec))}
+    plain = drawn(dtype, {"kernel": (1024, 256)})
+    params = jax.device_put(plain, layout)
+    step = fused_step(tx, shardings=layout if types == AxisType.Auto else None)
+    assert launches(step, tx, params)
+    state = tx.init(params)
+    text = jax.jit(step).lower(params, state, params).compile().as_text()
+    assert not {word for word in ("all-gather", "all-to-all", "collective-permute") if word in text}
+    assert ("all-reduce" in text) == ("spectra" in name)
+    got, expected = trained(step, tx, params), trained(plainly(tx), tx, plain)
+    assert got[0]["kernel"].sharding.is_equivalent_to(layout["kernel"], 2)
+    assert_same(jax.device_get(got), jax.device_get(expected))
+
+
+def test_layouts_that_are_not_known_or_cut_blocks_stay_plain(monkeypatch):
+    monkeypatch.setattr(tiling, "runs_kernels", lambda: True)
+    tx = flash_adamw(1e-2)
+    for types, rows in ((AxisType.Auto, 1024), (AxisType.Explicit, 256)):
+        mesh = jax.make_mesh((8,), ("x",), axis_types=(types,))
+        layout = NamedSharding(mesh, PartitionSpec("x"))
+        params = jax.device_put(drawn("bfloat16", {"kernel": (rows, 64)}), layout)
+        assert launches(fused_step(tx), tx, params) == 0
+    assert launches(fused_step(tx), tx, drawn("bfloat16")) == 0  # on which of the devices only the compiler knows
+
+
+@pytest.mark.parametrize("shape", [(64, 24), (3, 96, 130), (8, 4096)])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_sums_of_one_pass(shape, dtype, kernels):
+    x = drawn(dtype, {"x": shape})["x"] if shape[-2] % 16 == 0 or dtype == "float32" else jnp.ones((16, 8), dtype)
+    row = jnp.broadcast_to(jnp.arange(x.shape[-2], dtype="float32")[:, None], (*x.shape[:-1], 1))
+    rule = lambda numbers, x, row: [x, numbers[0] * x, x * row]
+    rows, columns, total = sums(rule, x, [row], [2.0], ("rows", "columns", "none"), None)
+    wide = np.asarray(x, "float64")
+    np.testing.assert_allclose(rows, wide.sum(-1, keepdims=True), rtol=1e-5, atol=1e-4)
+    np.testing.assert_allclose(columns, 2 * wide.sum(-2, keepdims=True), rtol=1e-5, atol=1e-4)
+    np.testing.assert_allclose(total, (wide * np.asarray(row)).sum((-2, -1), keepdims=True), rtol=1e-4, atol=1e-1)
+
+
+def test_programs_are_flat_and_scalars_come_first():
+    square = jax.jit(lambda x, s: jax.nn.relu(x) * (s + 1.0) ** 2)
+    arguments = [jax.ShapeDtypeStruct((4, 8), "float32"), jax.ShapeDtypeStruct((), "float32")]
+    traced = programs.program(lambda x, s: [square(x, s)], arguments)
+    assert {e.primitive.name for e in traced.before} >= {"add", "integer_pow"} or traced.before
+    assert all("jit" not in e.primitive.name and "call" not in e.primitive.name for e in traced.inside)
+    assert programs.elementwise(traced)
+    assert programs.elementwise(programs.program(lambda x, s: [x - x.mean()], arguments)) is None
+    assert programs.elementwise(programs.program(lambda x, s: [x.T], arguments)) is None
+
+
+def test_fused_step_refuses_what_is_no_transformation():
+    with pytest.raises(ValueError, match="needs a transformation"):
+        fused_step()
+    with pytest.raises(TypeError, match="transformations must be a GradientTransformation"):
+        fused_step(1e-3)
