@@ -26,7 +26,7 @@ from spectra_optax import (
 )
 
 ROWS, COLS = 8192, 4096
-EIGHT_BITS = Spectrum(values=Companded())
+BFLOAT16 = Spectrum()  # its coefficients
 
 # name: (optimizer, dtype of weights and gradients)
 OPTIMIZERS = {
@@ -42,7 +42,7 @@ OPTIMIZERS = {
     ),
     "spectra_adamw, FullMomentum()": (spectra_adamw(1e-3, momentum=FullMomentum()), "float32"),
     "spectra_adamw": (spectra_adamw(1e-3), "float32"),
-    "spectra_adamw, Spectrum(values=Companded())": (spectra_adamw(1e-3, momentum=EIGHT_BITS), "float32"),
+    "spectra_adamw, Spectrum()": (spectra_adamw(1e-3, momentum=BFLOAT16), "float32"),
     "gwt_adamw, foam_adamw": (gwt_adamw(1e-3), "float32"),
     "gwt_adamw, Wavelet(level=3)": (gwt_adamw(1e-3, wavelet=Wavelet(level=3)), "float32"),
     "gwt_adafactor": (gwt_adafactor(1e-3), "float32"),
@@ -57,8 +57,8 @@ OPTIMIZERS = {
         "bfloat16",
     ),
     "split_master_weights(spectra_adamw)": (split_master_weights(spectra_adamw(1e-3)), "bfloat16"),
-    "split_master_weights(spectra_adamw), companded": (
-        split_master_weights(spectra_adamw(1e-3, momentum=EIGHT_BITS)),
+    "split_master_weights(spectra_adamw), Spectrum()": (
+        split_master_weights(spectra_adamw(1e-3, momentum=BFLOAT16)),
         "bfloat16",
     ),
 }

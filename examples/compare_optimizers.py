@@ -60,7 +60,7 @@ ENTRIES = {
     "adamw_b1_0.5": Entry(optimizer_named("adamw"), b1=0.5),
     "adamw_b1_0.8": Entry(optimizer_named("adamw"), b1=0.8),
     "adamw_b1_0.9": Entry(optimizer_named("adamw"), b1=0.9),
-    "spectra_lowpass": Entry(optimizer_named("spectra_adamw")),
+    "spectra_lowpass": Entry(optimizer_named("spectra_adamw_bfloat16")),
     "spectra_full": Entry(optimizer_named("spectra_adamw_full")),
     # With b1 = 0 the momentum is the update itself, so what it stores has no effect.
     "no_momentum": Entry(optimizer_named("spectra_adamw_full"), b1=0.0),
@@ -68,7 +68,7 @@ ENTRIES = {
     "spectra_energy": _spectra(mask="energy"),
     "spectra_topk": _spectra(mask="topk"),
     "spectra_lowpass_eighth": _spectra(keep=1 / 8),
-    "spectra_8bit": Entry(optimizer_named("spectra_adamw_8bit")),
+    "spectra_8bit": Entry(optimizer_named("spectra_adamw")),
     "spectra_8bit_split": Entry(optimizer_named("spectra_adamw_split"), weights="bfloat16"),
     **{
         name: Entry(optimizer_named(name))

@@ -30,7 +30,7 @@ def state_bytes(tx: optax.GradientTransformation, params: Any) -> int:
       >>> from spectra_optax import spectra_adamw, state_bytes
       >>> params = {"kernel": jax.ShapeDtypeStruct((8192, 4096), "float32")}
       >>> state_bytes(optax.adamw(1e-3), params) / 2**20, round(state_bytes(spectra_adamw(1e-3), params) / 2**20, 2)
-      (256.00000381469727, 16.05)
+      (256.00000381469727, 8.55)
     """
     return sum(map(_nbytes, jax.tree.leaves(jax.eval_shape(tx.init, _shapes(params)))))
 
@@ -121,7 +121,7 @@ def memory_table(
       >>> shape = functools.partial(jax.ShapeDtypeStruct, dtype="float32")
       >>> table = memory_table(spectra_adamw(1e-3), {"kernel": shape((1024, 512)), "bias": shape((512,))})
       >>> [(row.path, row.bytes, row.reference, row.reason) for row in table.rows]
-      [('bias', 4096, 4096, "dense: 'bias' names a vector"), ('kernel', 268352, 4194304, 'matrix 1024 x 512')]
+      [('bias', 4096, 4096, "dense: 'bias' names a vector"), ('kernel', 145472, 4194304, 'matrix 1024 x 512')]
     """
     params = _shapes(params)
     paths = dict(named(params))

@@ -4,7 +4,7 @@ SpectraAdamW on matrices, bytes of state per parameter in brackets:
 
     g -> g / sqrt(nu), nu factored      [4 (r + c) / (r c)]
       -> clipped to a root mean square of 1
-      -> spectral momentum              [0.5 at a quarter of the coefficients in bfloat16]
+      -> spectral momentum              [0.27 at a quarter of the coefficients in 8 bits]
 
 The order matters: momentum that is lossy must come after the division by `sqrt(nu)`. Dense leaves are Adam in float32.
 """
@@ -20,6 +20,7 @@ import optax
 
 from spectra_optax import arguments
 from spectra_optax.arguments import Scalar
+from spectra_optax.codecs.companding import Companded
 from spectra_optax.codecs.spectrum import Spectrum
 from spectra_optax.leaves import Leaf, LeafRules
 from spectra_optax.masks import aligned_mask
@@ -55,10 +56,10 @@ def spectra_adamw(
     *,
     weight_decay: optax.ScalarOrSchedule = 1e-4,
     mask: Any = None,
-    momentum: Spectrum | FullMomentum = Spectrum(),
+    momentum: Spectrum | FullMomentum = Spectrum(values=Companded()),
     leaves: LeafRules = LeafRules(),
 ) -> optax.GradientTransformationExtraArgs:
-    r"""SpectraAdamW: AdamW's training at a fifteenth of its state.
+    r"""SpectraAdamW: AdamW's training at a thirtieth of its state.
 
     On every matrix `[r, c]`, `t` the step and `eta` the learning rate,
 
@@ -82,12 +83,13 @@ def spectra_adamw(
       weight_decay: decoupled, multiplied by the learning rate; a number or a schedule.
       mask: which leaves decay: a tree of booleans like the parameters, a prefix of it, or a function of the parameters.
         With `optax.inject_hyperparams`, name it in `static_args`.
-      momentum: `Spectrum(...)` for a spectral momentum, `FullMomentum()` for one that is held whole.
+      momentum: `Spectrum(...)` for a spectral momentum, `FullMomentum()` for one that is held whole; by default a
+        quarter of the coefficients, in 8 bits.
       leaves: which leaves are compressed, and along which axes.
 
     Returns:
-      An Optax transformation. Its state takes `4 (r + c)` bytes for a matrix, plus half a byte per parameter
-      (`Spectrum()`) or 4 (`FullMomentum()`); its updates have the gradients' dtype.
+      An Optax transformation. Its state takes `4 (r + c)` bytes for a matrix, plus 0.27 bytes per parameter, or
+      0.5 (`Spectrum()`, in bfloat16) or 4 (`FullMomentum()`); its updates have the gradients' dtype.
 
     Raises:
       ValueError: if `b1` or `b2` is outside [0, 1) or `eps` is not above 0; at `init` if `mask` does not fit the

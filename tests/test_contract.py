@@ -179,6 +179,7 @@ def spectrum(mask, **settings):
 
 TABLE = {
     "spectra_adamw": adamw(),
+    "spectra_adamw/bfloat16": adamw(momentum=Spectrum(), leaves=SMALL),
     "spectra_adamw/full": adamw(momentum=FullMomentum(), leaves=SMALL),
     "spectra_adamw/companded": adamw(momentum=Spectrum(keep=0.5, block=4, values=Companded(group=4)), leaves=SMALL),
     **{f"spectra_adamw/{mask}": adamw(momentum=spectrum(mask), leaves=SMALL) for mask in MASKS},
@@ -226,7 +227,14 @@ TABLE = {
 }
 
 # Settings whose code the other entries run too.
-SLOW = {"flash_adam", "flash_sgd", "spectra_adamw/random", "spectra_adamw/topk", "spectra_adamw/companded"} | {
+SLOW = {
+    "flash_adam",
+    "flash_sgd",
+    "spectra_adamw/random",
+    "spectra_adamw/topk",
+    "spectra_adamw/companded",
+    "spectra_adamw/bfloat16",
+} | {
     "gwt_adamw/db2",
     "gwt_adafactor",
     "foam_adamw",

@@ -72,9 +72,7 @@ def _adafactor(learning_rate, *, weight_decay, mask) -> optax.GradientTransforma
 
 
 def _split_spectra_adamw(learning_rate, *, b1, b2, weight_decay, mask) -> optax.GradientTransformation:
-    momentum = Spectrum(values=Companded())
-    inner = spectra_adamw(learning_rate, b1, b2, weight_decay=weight_decay, mask=mask, momentum=momentum)
-    return split_master_weights(inner)
+    return split_master_weights(spectra_adamw(learning_rate, b1, b2, weight_decay=weight_decay, mask=mask))
 
 
 def _foam_in_8_bits(learning_rate, *, b1, b2, weight_decay, mask) -> optax.GradientTransformation:
@@ -86,7 +84,7 @@ OPTIMIZERS = {
     "adamw": optax.adamw,
     "spectra_adamw": spectra_adamw,
     "spectra_adamw_full": functools.partial(spectra_adamw, momentum=FullMomentum()),
-    "spectra_adamw_8bit": functools.partial(spectra_adamw, momentum=Spectrum(values=Companded())),
+    "spectra_adamw_bfloat16": functools.partial(spectra_adamw, momentum=Spectrum()),
     "spectra_adamw_split": _split_spectra_adamw,
     "gwt_adamw": gwt_adamw,
     "gwt_adamw_level3": functools.partial(gwt_adamw, wavelet=Wavelet(level=3)),
