@@ -75,7 +75,9 @@ device_description_str: "NVIDIA H100 80GB HBM3"
 """
 BITS = {"pred": 8, "s4": 4, "u4": 4, "s8": 8, "u8": 8, "s16": 16, "u16": 16, "s32": 32, "u32": 32}
 BITS |= {"f16": 16, "bf16": 16, "f32": 32, "c64": 64, "s64": 64, "u64": 64, "f64": 64}
-ARRAY = re.compile(r"\b([a-z]+[0-9]+[a-z0-9]*|pred)\[([0-9,]*)\]")
+ARRAY = re.compile(r"\b([a-z]+[0-9]+[a-z0-9]*|pred)\[([0-9,]*)\](\{[^}]*\})?")
+ON_CHIP = "S(1)"  # in the layout of an array in a TPU's on-chip memory
+FETCHES = ("copy-start", "slice-start")
 FREE = ("parameter", "tuple", "get-tuple-element", "bitcast", "constant", "after-all", "partition-id")
 
 
@@ -85,18 +87,19 @@ def main(
     dtype: Annotated[str, typer.Option(help="Of parameters and gradients.")] = "float32",
     only: Annotated[list[str], typer.Option(help="Optimizers to compile; repeatable.")] = NAMES,
 ) -> None:
-    """Prints a table; the ratio is to what float32 AdamW moves at the least."""
+    """Prints a table; ratios are to what float32 AdamW moves at the least."""
     place, adamw = placed(target), 7 * 4 * size**2
-    table = Table("optimizer", "step", "least, MB", "moved, MB", "of AdamW's least", "temporaries, MB")
+    columns = ("least, MB", "moved, MB", "of AdamW's least", "through main memory", "temporaries, MB")
+    table = Table("optimizer", "step", *columns)
     for name in only:
         for kind, step_of in STEPS.items():
             tx, param = OPTIMIZERS[name], jax.ShapeDtypeStruct((size, size), dtype, sharding=place)
             with mock.patch.object(jax, "default_backend", return_value="gpu" if target == "h100" else "tpu"):
                 compiled, least = compiled_step(tx, step_of(tx), param)
-            moved = moved_bytes(compiled.as_text())
+            moved, hbm = (count(compiled.as_text()) for count in (moved_bytes, hbm_bytes))
             temporaries = compiled.memory_analysis().temp_size_in_bytes
-            figures = (f"{least / 1e6:.1f}", f"{moved / 1e6:.1f}", f"{moved / adamw:.2f}", f"{temporaries / 1e6:.0f}")
-            table.add_row(name, kind, *figures)
+            shares = (f"{moved / adamw:.2f}", f"{hbm / adamw:.2f}")
+            table.add_row(name, kind, f"{least / 1e6:.1f}", f"{moved / 1e6:.1f}", *shares, f"{temporaries / 1e6:.0f}")
     Console(width=120).print(table)
 
 
@@ -137,16 +140,34 @@ def compiled_step(tx: optax.GradientTransformation, step, param: jax.ShapeDtypeS
 def moved_bytes(program: str) -> int:
     """Bytes of the operands and results of every instruction of the entry computation that does something."""
     sizes, total = {}, 0
-    for line in program[program.index("\nENTRY ") :].splitlines():
-        instruction = re.match(r"\s+(?:ROOT )?%?([\w.\-]+) = (.*?)\b([a-z][\w\-]*)\((.*)", line)
-        if not instruction:
-            continue
-        name, result, operation, rest = instruction.groups()
-        sizes[name] = sum(_bytes(*array) for array in ARRAY.findall(result))
+    for name, result, operation, operands in _instructions(program):
+        sizes[name] = sum(_bytes(*array[:2]) for array in ARRAY.findall(result))
         if operation not in FREE and not operation.endswith("-done"):
-            operands = re.findall(r"%([\w.\-]+)", rest.split("), ")[0])
             total += sizes[name] + sum(sizes.get(operand, 0) for operand in operands)
     return total
+
+
+def hbm_bytes(program: str) -> int:
+    """The same of arrays in the chip's main memory only; what is fetched ahead counts once, when it is fetched."""
+    sizes, total = {}, 0
+    for name, result, operation, operands in _instructions(program):
+        arrays = [(_bytes(dtype, dims), ON_CHIP in layout) for dtype, dims, layout in ARRAY.findall(result)]
+        sizes[name] = sum(size for size, on_chip in arrays if not on_chip)
+        if operation in FETCHES:  # the result names source and destination, of which the smaller one is moved
+            (size, _), *_ = moved = sorted(arrays[:2])
+            total += size * (1 if any(on_chip for _, on_chip in moved) else 2)
+        elif operation not in FREE and not operation.endswith("-done"):
+            total += sizes[name] + sum(sizes.get(operand, 0) for operand in operands)
+    return total
+
+
+def _instructions(program: str):
+    """Name, result, operation and operands of each instruction of the entry computation."""
+    for line in program[program.index("\nENTRY ") :].splitlines():
+        instruction = re.match(r"\s+(?:ROOT )?%?([\w.\-]+) = (.*?)\b([a-z][\w\-]*)\((.*)", line)
+        if instruction:
+            name, result, operation, rest = instruction.groups()
+            yield name, result, operation, re.findall(r"%([\w.\-]+)", rest.split("), ")[0])
 
 
 def _bytes(dtype: str, dimensions: str) -> int:
