@@ -22,6 +22,29 @@ _CALLS = {
 }
 
 
+class Variable:
+    """A place in a program that holds a value.
+
+    Attributes:
+      aval: the value's shape and dtype.
+    """
+
+    __slots__ = ("aval",)
+
+    def __init__(self, aval: Any):
+        """A place for values of the shape and dtype of `aval`."""
+        self.aval = aval
+
+
+class Equation(NamedTuple):
+    """One operation: `outvars = primitive(*invars, **params)`, on variables and literals."""
+
+    primitive: Any
+    params: dict[str, Any]
+    invars: list[Any]
+    outvars: list[Variable]
+
+
 class Program(NamedTuple):
     """A flat program without calls.
 
@@ -33,29 +56,52 @@ class Program(NamedTuple):
       inside: the other equations.
     """
 
-    inputs: list[Any]
+    inputs: list[Variable]
     outputs: list[Any]
-    constants: dict[Any, Any]
-    before: list[Any]
-    inside: list[Any]
+    constants: dict[Variable, Any]
+    before: list[Equation]
+    inside: list[Equation]
 
 
 def program(rule: Callable, arguments: Sequence[jax.ShapeDtypeStruct]) -> Program:
     """Traces `rule(*arguments) -> list of arrays`."""
     closed = jax.make_jaxpr(rule)(*arguments)
-    closed = jax.make_jaxpr(lambda *inputs: _opened(closed.jaxpr, closed.consts, inputs))(*arguments)
-    jaxpr = closed.jaxpr
-    constants = dict(zip(jaxpr.constvars, closed.consts, strict=True))
-    scalars = {v for v in (*jaxpr.invars, *constants) if v.aval.ndim == 0}
+    inputs, constants, equations = [Variable(v.aval) for v in closed.jaxpr.invars], {}, []
+    outputs = _opened(closed.jaxpr, closed.consts, inputs, constants, equations)
+    scalars = {v for v in (*inputs, *constants) if v.aval.ndim == 0}
     before, inside = [], []
-    for equation in jaxpr.eqns:
-        is_scalar = all(isinstance(v, core.Literal) or v in scalars for v in equation.invars)
+    for equation in equations:
+        is_scalar = scalars.issuperset(variables(equation.invars))
         if is_scalar and all(v.aval.ndim == 0 for v in equation.outvars):
             before.append(equation)
             scalars.update(equation.outvars)
         else:
             inside.append(equation)
-    return Program(list(jaxpr.invars), list(jaxpr.outvars), constants, before, inside)
+    return Program(inputs, outputs, constants, before, inside)
+
+
+def _opened(jaxpr: Any, values: Iterable[Any], inputs: list[Any], constants: dict, equations: list) -> list[Any]:
+    """Appends a program's equations, its calls opened, and returns its results.
+
+    Barriers, which order passes over memory, have no sense in a tile.
+    """
+    names = dict(zip(jaxpr.invars, inputs, strict=True))
+    for v, x in zip(jaxpr.constvars, values, strict=True):
+        names[v] = Variable(v.aval)
+        constants[names[v]] = x
+    read = lambda atom: atom if isinstance(atom, core.Literal) else names[atom]
+    for equation in jaxpr.eqns:
+        arguments, name = [read(atom) for atom in equation.invars], equation.primitive.name
+        if name == "optimization_barrier":
+            out = arguments
+        elif name in _CALLS:
+            inner = equation.params[_CALLS[name]]
+            out = _opened(inner.jaxpr, inner.consts, arguments, constants, equations)
+        else:
+            out = [Variable(v.aval) for v in equation.outvars]
+            equations.append(Equation(equation.primitive, equation.params, arguments, out))
+        names.update(zip(equation.outvars, out, strict=True))
+    return [read(atom) for atom in jaxpr.outvars]
 
 
 def needed(equations: Iterable[Any], outputs: Iterable[Any]) -> tuple[list[Any], list[Any]]:
@@ -121,23 +167,6 @@ def variables(atoms: Iterable[Any]) -> list[Any]:
 def value(variable: Any, values: dict[Any, Any]) -> Any:
     """What a variable or a literal stands for."""
     return variable.val if isinstance(variable, core.Literal) else values[variable]
-
-
-def _opened(jaxpr: Any, constants: Iterable[Any], inputs: Iterable[Any]) -> list[Any]:
-    """Computes a program with its calls opened; barriers, which order passes over memory, have no sense in a tile."""
-    values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*constants, *inputs), strict=True))
-    for equation in jaxpr.eqns:
-        arguments = [value(v, values) for v in equation.invars]
-        name = equation.primitive.name
-        if name == "optimization_barrier":
-            out = arguments
-        elif name in _CALLS:
-            inner = equation.params[_CALLS[name]]
-            out = _opened(inner.jaxpr, inner.consts, arguments)
-        else:
-            out = equation.primitive.bind(*arguments, **equation.params)
-        values.update(zip(equation.outvars, out if isinstance(out, list | tuple) else [out], strict=True))
-    return [value(v, values) for v in jaxpr.outvars]
 
 
 def _sign(x: jax.Array) -> jax.Array:

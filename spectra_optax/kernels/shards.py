@@ -48,6 +48,14 @@ def layout_of(x: jax.Array, told: NamedSharding | None) -> NamedSharding | None:
     return layout
 
 
+def shards_of_rows(layout: NamedSharding | None, ndim: int) -> int:
+    """Into how many parts the rows of an array of `ndim` axes are cut."""
+    spec = () if layout is None else layout.spec
+    name = spec[ndim - 2] if len(spec) > ndim - 2 else None
+    names = name if isinstance(name, tuple) else (name,)
+    return math.prod(layout.mesh.shape[n] for n in names if n is not None) if layout is not None else 1
+
+
 def per_shard(
     kernel: Kernel,
     arrays: Sequence[jax.Array],
@@ -74,8 +82,7 @@ def per_shard(
     if layout is None:
         return kernel(*arrays)
     *batch, rows, columns = (*layout.spec, *(None,) * (len(shape) - len(layout.spec)))
-    names = rows if isinstance(rows, tuple) else (rows,)
-    shards = math.prod(layout.mesh.shape[name] for name in names if name is not None)
+    shards = shards_of_rows(layout, len(shape))
     if shape[-2] // block % shards:
         raise NotLocalError(f"{shards} shards would cut one of {shape[-2] // block} blocks.")
 

@@ -18,10 +18,10 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import NamedSharding
 
 from spectra_optax.kernels import program as programs
-from spectra_optax.kernels.shards import Follows, NotLocalError, per_shard
+from spectra_optax.kernels.shards import Follows, NotLocalError, per_shard, shards_of_rows
 
 _LANES = 128  # columns of a TPU's tile, which has 8 rows of 32 bits
-_NUMBERS = 2**17  # of each array in a tile: a dozen float32 copies of them fit beside each other
+_NUMBERS, _LARGEST = 2**17, 2**18  # of each array in a tile: a dozen float32 copies of them fit beside each other
 
 
 class Grid(NamedTuple):
@@ -66,7 +66,11 @@ class Grid(NamedTuple):
 
 
 def grid(shape: Sequence[int], block: int, arrays: Sequence[Any], layout: NamedSharding | None = None) -> Grid:
-    """Cuts a matrix into tiles in which every array with rows of its own has whole registers of them."""
+    """Cuts a matrix into tiles in which every array with rows of its own has whole registers of them.
+
+    Raises:
+      NotLocalError: if the tiles would be too large.
+    """
     rows = block
     for array in arrays:
         per_block = array.shape[-2] * block // shape[-2] if array.ndim == len(shape) else 0
@@ -74,6 +78,9 @@ def grid(shape: Sequence[int], block: int, arrays: Sequence[Any], layout: NamedS
             registers = 8 * max(1, 4 // jnp.dtype(array.dtype).itemsize)
             rows = math.lcm(rows, block * registers // math.gcd(per_block, registers))
     rows *= max(1, _NUMBERS // (2 * _LANES) // rows)
+    rows = min(rows, shape[-2] // shards_of_rows(layout, len(shape)))  # a whole side needs no registers
+    if rows % block or rows * _LANES > _LARGEST:
+        raise NotLocalError(f"{rows} rows of a matrix {shape} in blocks of {block} make no tile.")
     return Grid(tuple(shape), block, rows, max(_LANES, _NUMBERS // rows // _LANES * _LANES), layout)
 
 
