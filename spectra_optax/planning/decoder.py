@@ -15,6 +15,8 @@ from jax.sharding import PartitionSpec
 
 from spectra_optax import arguments
 
+_Entries = dict[tuple[str, ...], Any]  # shape and spec by path
+
 
 @dataclasses.dataclass(frozen=True)
 class Decoder:
@@ -95,7 +97,7 @@ class Decoder:
 
     def _layout(self) -> tuple[Any, Any]:
         """Two trees like the parameters: shapes, and specs."""
-        entries = {("embed_tokens", "embedding"): ((self.vocabulary, self.width), ("model", "data"))}
+        entries: _Entries = {("embed_tokens", "embedding"): ((self.vocabulary, self.width), ("model", "data"))}
         if self.positions:
             entries["embed_positions", "embedding"] = (self.positions, self.width), (None, "data")
         for path, (shape, spec) in self._layer().items():
@@ -103,14 +105,15 @@ class Decoder:
         entries |= self._norm("norm")
         if not self.tied:
             entries |= _linear("lm_head", (self.width, self.vocabulary), ("data", "model"))
-        shapes, specs = {}, {}
+        shapes: dict[str, Any] = {}
+        specs: dict[str, Any] = {}
         for path, (shape, spec) in entries.items():
             _set(shapes, path, shape)
             _set(specs, path, PartitionSpec(*spec))
         return shapes, specs
 
-    def _layer(self) -> dict[tuple[str, ...], Any]:
-        entries = {}
+    def _layer(self) -> _Entries:
+        entries: _Entries = {}
         queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
         for name, out in (("q_proj", queries), ("k_proj", keys), ("v_proj", keys)):
             entries |= _linear(f"attention/{name}", (self.width, out), ("data", "model"), bias=self.attention_bias)
@@ -125,17 +128,15 @@ class Decoder:
             entries |= self._norm(name) | (self._norm(f"post_{name}") if self.post_norms else {})
         return entries
 
-    def _norm(self, name: str) -> dict[tuple[str, ...], Any]:
+    def _norm(self, name: str) -> _Entries:
         kinds = ("scale", "bias") if self.norm_bias else ("scale",)
         return {(name, kind): ((self.width,), (None,)) for kind in kinds}
 
 
-def _linear(
-    name: str, shape: tuple[int, ...], spec: tuple[str | None, ...], *, bias: bool = False
-) -> dict[tuple[str, ...], Any]:
+def _linear(name: str, shape: tuple[int, ...], spec: tuple[str | None, ...], *, bias: bool = False) -> _Entries:
     """The entries of `[..., in, out]`, whose last two axes lie on `spec`."""
     path, batch = tuple(name.split("/")), (None,) * (len(shape) - 2)
-    entries: dict[tuple[str, ...], Any] = {(*path, "kernel"): (shape, (*batch, *spec))}
+    entries: _Entries = {(*path, "kernel"): (shape, (*batch, *spec))}
     if bias:
         entries[*path, "bias"] = ((*shape[:-2], shape[-1]), (*batch, None))
     return entries

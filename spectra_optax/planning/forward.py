@@ -1,7 +1,8 @@
 """The loss of a decoder as a function of its parameters: written to be compiled, rematerialised layer by layer.
 
-What changes no array's size is left out or Llama's (soft caps, sliding windows, the kind of gate). Queries are attended
-to in chunks, so that no `[s, s]` scores are held; experts are computed one after another, each for all tokens.
+What changes no array's size is left out or Llama's (soft caps, sliding windows, the kind of gate). Attention and loss
+go through the tokens in chunks, so that neither all scores nor all logits are held; experts are computed one after
+another, each for all tokens.
 
 Letters: `b` sequences, `s` tokens, `d` width, `h` query and `k` key heads of length `e`, `n` queries in a chunk.
 """
@@ -33,16 +34,31 @@ def loss(decoder: Decoder, params: Any, tokens: jax.Array) -> jax.Array:
         return _lies(x, "data"), None
 
     x, _ = jax.lax.scan(layer, _lies(x, "data"), params["layers"])
-    x = _norm(params["norm"], x)
-    logits = _linear(params["lm_head"], x) if "lm_head" in params else x @ table.T
-    return _cross_entropy(_lies(logits, "data", None, "model"), tokens)
+    head = params["lm_head"]["kernel"].astype(jnp.bfloat16) if "lm_head" in params else table.T
+    return _cross_entropy(head, _norm(params["norm"], x), tokens)
 
 
-@jax.checkpoint
-def _cross_entropy(logits: jax.Array, tokens: jax.Array) -> jax.Array:
-    logits = logits[:, :-1].astype(jnp.float32)
-    chosen = jnp.take_along_axis(logits, tokens[:, 1:, None], axis=-1)[..., 0]
-    return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - chosen)
+def _cross_entropy(head: jax.Array, x: jax.Array, tokens: jax.Array) -> jax.Array:
+    """Mean over all tokens but the first, chunk by chunk, so that few logits are held: of x `[b, s, d]`."""
+    s = tokens.shape[1]
+    following, counts = jnp.roll(tokens, -1, axis=1), (jnp.arange(s) < s - 1).astype(jnp.float32)
+
+    @jax.checkpoint
+    def chunk(total, each):
+        x, following, counts = each
+        logits = _lies(x @ head, "data", None, "model").astype(jnp.float32)
+        chosen = jnp.take_along_axis(logits, following[..., None], axis=-1)[..., 0]
+        return total + jnp.sum((jax.nn.logsumexp(logits, axis=-1) - chosen) * counts[None]), None
+
+    chunks = _chunks(x, 1), _chunks(following, 1), _chunks(counts, 0)
+    return jax.lax.scan(chunk, jnp.zeros([]), chunks)[0] / (tokens.shape[0] * (s - 1))
+
+
+def _chunks(x: jax.Array, axis: int) -> jax.Array:
+    """Cuts the tokens on an axis into chunks, on a new first axis."""
+    s = x.shape[axis]
+    n = next(n for n in range(min(s, _CHUNK), 0, -1) if s % n == 0)
+    return jnp.moveaxis(x.reshape(*x.shape[:axis], s // n, n, *x.shape[axis + 1 :]), axis, 0)
 
 
 def _attention(decoder: Decoder, p: Any, x: jax.Array) -> jax.Array:
@@ -51,10 +67,9 @@ def _attention(decoder: Decoder, p: Any, x: jax.Array) -> jax.Array:
     q, k, v = heads("q_proj", decoder.heads), heads("k_proj", decoder.kv_heads), heads("v_proj", decoder.kv_heads)
     if not decoder.positions:
         q, k = _rotated(q), _rotated(k)
-    n = next(n for n in range(min(s, _CHUNK), 0, -1) if s % n == 0)
-    q = q.reshape(b, s // n, n, decoder.kv_heads, -1, decoder.head_dim)
+    q = q.reshape(b, s, decoder.kv_heads, -1, decoder.head_dim)
     attend = jax.checkpoint(functools.partial(_attend, k, v))
-    out = jax.lax.map(lambda chunk: attend(*chunk), (jnp.moveaxis(q, 1, 0), jnp.arange(s).reshape(-1, n)))
+    out = jax.lax.map(lambda chunk: attend(*chunk), (_chunks(q, 1), _chunks(jnp.arange(s), 0)))
     return _linear(p["o_proj"], jnp.moveaxis(out, 0, 1).reshape(b, s, -1))
 
 

@@ -67,7 +67,7 @@ def read_config(config: dict[str, Any]) -> Decoder:
       TypeError: if a size is no integer.
     """
     arguments.instance("config", config, dict)
-    kind = config.get("model_type")
+    kind = str(config.get("model_type"))
     arguments.choice("model_type", kind, _TYPES)
     missing = [key for key in _REQUIRED if key not in config]
     if missing:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from spectra_optax.planning.decoder import Decoder
 from spectra_optax.planning.forward import loss
@@ -58,8 +58,8 @@ def language_model(decoder: Decoder, dtype: str, batch: int, seq: int) -> Traina
     return Trainable(decoder.shapes(dtype), decoder.specs, functools.partial(loss, decoder), tokens, activations)
 
 
-def placed(trainable: Trainable, tx: optax.GradientTransformation, mesh: Mesh) -> Placed:
-    """Lays parameters, state and inputs over a mesh.
+def placed(trainable: Trainable, tx: optax.GradientTransformation, mesh: Mesh | AbstractMesh) -> Placed:
+    """Lays parameters, state and inputs over a mesh, of which the sizes are enough.
 
     Raises:
       ValueError: if the inputs' first axis does not spread over "data", or blocks of the state would be cut.
@@ -67,7 +67,9 @@ def placed(trainable: Trainable, tx: optax.GradientTransformation, mesh: Mesh) -
     shards = mesh.shape["data"]
     for x in jax.tree.leaves(trainable.inputs):
         if x.shape[0] % shards:
-            raise ValueError(f"batch must be a multiple of the {shards} shards of the mesh axis 'data', got {x.shape[0]}.")
+            raise ValueError(
+                f"batch must be a multiple of the {shards} shards of the mesh axis 'data', got {x.shape[0]}."
+            )
     fitted = lambda x, spec: NamedSharding(mesh, _fitted(x.shape, spec, dict(mesh.shape)))
     layouts = jax.tree.map(fitted, trainable.shapes, trainable.specs)
     state = _on(jax.eval_shape(tx.init, trainable.shapes), state_sharding(tx, trainable.shapes, layouts))
@@ -103,4 +105,5 @@ def _on(shapes: Any, layouts: Any) -> Any:
 
 def _fitted(shape: tuple[int, ...], spec: PartitionSpec, sizes: dict[str, int]) -> PartitionSpec:
     shards = lambda entry: math.prod(sizes[n] for n in (entry if isinstance(entry, tuple) else (entry,)) if n)
-    return PartitionSpec(*(entry if n % (_LEAST * shards(entry)) == 0 else None for n, entry in zip(shape, spec)))
+    kept = (entry if n % (_LEAST * shards(entry)) == 0 else None for n, entry in zip(shape, tuple(spec), strict=False))
+    return PartitionSpec(*kept)
