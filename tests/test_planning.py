@@ -24,9 +24,7 @@ from spectra_optax.planning.training import AXES, device_bytes, language_model, 
 
 TINY = Decoder(layers=2, width=64, hidden=128, heads=4, kv_heads=2, head_dim=16, vocabulary=256)
 VARIANTS = {
-    "llama": TINY,
-    "mixtral": dataclasses.replace(TINY, experts=4, tied=True),
-    "gemma": dataclasses.replace(TINY, post_norms=True, tied=True),
+    "experts": dataclasses.replace(TINY, experts=4, post_norms=True),
     "gpt2": dataclasses.replace(
         TINY, gated=False, attention_bias=True, mlp_bias=True, norm_bias=True, positions=64, tied=True
     ),

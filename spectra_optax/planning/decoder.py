@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec
 
 from spectra_optax import arguments
 
+CHUNK = 512  # tokens whose scores or logits are held at once
 _Entries = dict[tuple[str, ...], Any]  # shape and spec by path
 
 
@@ -87,13 +88,21 @@ class Decoder:
         return self._layout()[1]
 
     def activation_bytes(self, batch: int, seq: int) -> int:
-        """Bytes, over all devices and roughly, of what a rematerialised step holds beside parameters and gradients.
+        """Bytes, over all devices and roughly, of the activations of a rematerialised step.
 
-        Those are the inputs of all layers in bfloat16, one layer's inner arrays with their gradients, and the logits
-        with theirs, in bfloat16 and float32.
+        Those are the inputs of all layers in bfloat16, one layer's inner arrays with their gradients, and a chunk of
+        logits with theirs, in bfloat16 and float32.
         """
         inner = 2 * (2 * self.width + (self.heads + self.kv_heads) * self.head_dim + self.hidden * (2 + self.gated))
-        return batch * seq * (2 * self.layers * self.width + 2 * inner + 6 * self.vocabulary)
+        per_token = 2 * self.layers * self.width + 2 * inner
+        return batch * (seq * per_token + 6 * min(seq, CHUNK) * self.vocabulary)
+
+    @property
+    def gathered_bytes(self) -> int:
+        """Bytes, roughly, of the largest matrices that a device needs whole at once, and of their gradients."""
+        head = self.vocabulary * self.width
+        layer = self.width * (self.hidden * (2 + self.gated) + 2 * (self.heads + self.kv_heads) * self.head_dim)
+        return 4 * max(head, layer)
 
     def _layout(self) -> tuple[Any, Any]:
         """Two trees like the parameters: shapes, and specs."""

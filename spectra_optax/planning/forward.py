@@ -14,9 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from spectra_optax.planning.decoder import Decoder
-
-_CHUNK = 512
+from spectra_optax.planning.decoder import CHUNK, Decoder
 
 
 def loss(decoder: Decoder, params: Any, tokens: jax.Array) -> jax.Array:
@@ -57,7 +55,7 @@ def _cross_entropy(head: jax.Array, x: jax.Array, tokens: jax.Array) -> jax.Arra
 def _chunks(x: jax.Array, axis: int) -> jax.Array:
     """Cuts the tokens on an axis into chunks, on a new first axis."""
     s = x.shape[axis]
-    n = next(n for n in range(min(s, _CHUNK), 0, -1) if s % n == 0)
+    n = next(n for n in range(min(s, CHUNK), 0, -1) if s % n == 0)
     return jnp.moveaxis(x.reshape(*x.shape[:axis], s // n, n, *x.shape[axis + 1 :]), axis, 0)
 
 

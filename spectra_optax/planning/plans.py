@@ -144,7 +144,7 @@ def _resolved(
 def _estimated(trainable: Trainable, tx: optax.GradientTransformation, target: Target, sizes: tuple[int, int]) -> Plan:
     args = placed(trainable, tx, AbstractMesh(sizes, AXES))
     weights, state = device_bytes(args.params), device_bytes(args.state)
-    temporaries = trainable.activations // target.devices + device_bytes(args.inputs)
+    temporaries = trainable.activations // target.devices + trainable.gathered // sizes[1] + device_bytes(args.inputs)
     parameters = sum(x.size for _, x in named(trainable.shapes))
     fits = 2 * weights + state + temporaries <= target.memory
     return Plan(

@@ -32,8 +32,8 @@ class Trainable(NamedTuple):
       specs: a `PartitionSpec` for each parameter over the mesh axes "data" and "model".
       loss: `loss(params, inputs)`, a scalar.
       inputs: a tree of shapes, sharded along their first axis over "data".
-      activations: bytes over all devices of what a step holds beside parameters, state and gradients, for the estimate
-        without a compiler.
+      activations: bytes of activations over all devices, for the estimate without a compiler.
+      gathered: the same of matrices that a device holds whole for a while, but for its share along "model".
     """
 
     shapes: Any
@@ -41,6 +41,7 @@ class Trainable(NamedTuple):
     loss: Callable[[Any, Any], jax.Array]
     inputs: Any
     activations: int = 0
+    gathered: int = 0
 
 
 class Placed(NamedTuple):
@@ -54,8 +55,8 @@ class Placed(NamedTuple):
 def language_model(decoder: Decoder, dtype: str, batch: int, seq: int) -> Trainable:
     """A decoder and its next-token loss on `batch` sequences of `seq` tokens."""
     tokens = jax.ShapeDtypeStruct((batch, seq), jnp.int32)
-    activations = decoder.activation_bytes(batch, seq)
-    return Trainable(decoder.shapes(dtype), decoder.specs, functools.partial(loss, decoder), tokens, activations)
+    activations, value = decoder.activation_bytes(batch, seq), functools.partial(loss, decoder)
+    return Trainable(decoder.shapes(dtype), decoder.specs, value, tokens, activations, decoder.gathered_bytes)
 
 
 def placed(trainable: Trainable, tx: optax.GradientTransformation, mesh: Mesh | AbstractMesh) -> Placed:
