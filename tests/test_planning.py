@@ -20,7 +20,7 @@ from spectra_optax.planning import PRESETS, Decoder, Trainable, forward, read_co
 from spectra_optax.planning.forward import loss
 from spectra_optax.planning.optimizers import OPTIMIZERS
 from spectra_optax.planning.targets import FAMILIES, Target, target_named
-from spectra_optax.planning.training import AXES, device_bytes, language_model, placed
+from spectra_optax.planning.training import AXES, language_model, placed
 
 TINY = Decoder(layers=2, width=64, hidden=128, heads=4, kv_heads=2, head_dim=16, vocabulary=256)
 VARIANTS = {
@@ -200,9 +200,17 @@ def test_tensor_parallel_shards_what_data_leaves_whole():
     assert plan("llama3-8b", "v5e:4x4", batch=6, compiled=False).mesh == (2, 8)
 
 
-def test_axes_too_short_to_cut_stay_whole():
-    args = placed(language_model(PRESETS["gpt2-124m"], "float32", 16, 64), optax.sgd(1.0), AbstractMesh((16, 1), AXES))
-    assert device_bytes(args.params) == 4 * PUBLISHED["gpt2-124m"]  # 768 is 16 times 48
+def test_axes_that_do_not_divide_stay_whole():
+    args = placed(language_model(PRESETS["gpt2-124m"], "float32", 16, 64), optax.sgd(1.0), AbstractMesh((2, 8), AXES))
+    table = args.params["embed_tokens"]["embedding"]
+    assert table.sharding.shard_shape(table.shape) == (50257, 384)
+
+
+def test_the_mesh_follows_the_blocks_of_the_state():
+    meshes = [
+        plan("llama3-70b", "v5e:16x16", name, batch=256, compiled=False).mesh for name in ("adamw", "flash_adamw")
+    ]
+    assert meshes == [(256, 1), (128, 2)]  # 8192 rows are 128 groups of 64
 
 
 def test_a_trainable_of_ones_own():
@@ -235,7 +243,10 @@ def test_a_trainable_of_ones_own():
         ({"batch": 0}, "batch must be at least 1"),
         ({"model": "gpt2-124m"}, "at most the model's 1024 positions, got 2048"),
         ({"dtype": "int8"}, "dtype must be one of"),
-        ({"topology": "v5e:8x8", "batch": 64, "optimizer": "spectra_adamw_8bit"}, "64 shards of 'data'.*work are 1, 2"),
+        (
+            {"topology": "v5e:8x8", "batch": 64, "optimizer": "spectra_adamw_8bit", "mesh": {"data": 64}},
+            "64 shards of 'data'.*work are 1, 2",
+        ),
     ],
 )
 def test_what_does_not_fit_together_is_refused(arguments, message):

@@ -18,7 +18,7 @@ from spectra_optax.planning.decoder import Decoder
 from spectra_optax.planning.optimizers import optimizer_named
 from spectra_optax.planning.presets import model_named
 from spectra_optax.planning.targets import FAMILIES, Target, mesh_sizes, target_named
-from spectra_optax.planning.training import AXES, Trainable, device_bytes, language_model, placed
+from spectra_optax.planning.training import AXES, Placed, Trainable, device_bytes, language_model, placed
 
 
 class Plan(NamedTuple):
@@ -84,7 +84,7 @@ def plan(
       seq: tokens in a sequence.
       dtype: of the parameters; None is the one that goes with the optimizer's name, or float32.
       mesh: shards along "data" (batch and FSDP) and "model" (tensor parallel); None puts as many devices along "data"
-        as divide the batch.
+        as divide the batch and cut no block of the state.
       compiled: True asks the target's compiler, which takes minutes the first time and needs the extra "tpu" or "cuda";
         False estimates from shapes; None compiles where the extra is installed.
 
@@ -101,22 +101,21 @@ def plan(
     """
     target, (trainable, tx) = target_named(topology), _resolved(model, optimizer, batch, seq, dtype)
     batch = jax.tree.leaves(trainable.inputs)[0].shape[0]
-    sizes = mesh_sizes(target, batch, mesh)
     if compiled and not target.has_compiler:
         raise ModuleNotFoundError(
             f"Compiling for {target.name} needs XLA's compiler for it: pip install 'spectra-optax[{target.platform}]'. "
             "With compiled=False shapes alone give an estimate."
         )
-    found = _estimated(trainable, tx, target, sizes)
-    if compiled is False or not target.has_compiler:
-        return found._replace(smallest=_smallest(trainable, tx, target, batch, 1.0))
-    needs = measured(trainable, tx, target, target.mesh(sizes))
-    rest = max(needs.total - needs.weights - needs.state, 0)
-    gradient = min(found.gradient, rest)
-    scale = (rest - gradient) / max(found.temporaries, 1)
-    found = found._replace(weights=needs.weights, state=needs.state, gradient=gradient, temporaries=rest - gradient)
-    smallest = _smallest(trainable, tx, target, batch, scale)
-    return found._replace(compiled=True, fits=needs.fits, smallest=smallest)
+    found = _estimated(trainable, tx, target, mesh_sizes(target, batch, mesh))
+    scale = 1.0
+    if compiled is not False and target.has_compiler:
+        needs = measured(trainable, tx, target, target.mesh(found.mesh))
+        rest = max(needs.total - needs.weights - needs.state, 0)
+        gradient = min(found.gradient, rest)
+        scale = (rest - gradient) / max(found.temporaries, 1)
+        sizes = {"gradient": gradient, "temporaries": rest - gradient}
+        found = found._replace(compiled=True, weights=needs.weights, state=needs.state, fits=needs.fits, **sizes)
+    return found._replace(smallest=_smallest(trainable, tx, target, batch, scale))
 
 
 def _resolved(
@@ -141,16 +140,40 @@ def _resolved(
     return language_model(decoder, dtype or "float32", batch, seq), tx
 
 
-def _estimated(trainable: Trainable, tx: optax.GradientTransformation, target: Target, sizes: tuple[int, int]) -> Plan:
-    args = placed(trainable, tx, AbstractMesh(sizes, AXES))
+def _estimated(
+    trainable: Trainable, tx: optax.GradientTransformation, target: Target, meshes: list[tuple[int, int]]
+) -> Plan:
+    """The plan on the first of the meshes that cuts no block of the state."""
+    sizes, args = _on_first(trainable, tx, meshes)
     weights, state = device_bytes(args.params), device_bytes(args.state)
-    temporaries = trainable.activations // target.devices + trainable.gathered // sizes[1] + device_bytes(args.inputs)
-    parameters = sum(x.size for _, x in named(trainable.shapes))
-    fits = 2 * weights + state + temporaries <= target.memory
+    gathered = trainable.gathered // sizes[1]
+    temporaries = trainable.activations // target.devices + gathered + device_bytes(args.inputs)
     return Plan(
-        target.name, target.devices, sizes, False, parameters, weights, state, weights, temporaries, target.memory,
-        fits, None,
-    )  # fmt: skip
+        topology=target.name,
+        devices=target.devices,
+        mesh=sizes,
+        compiled=False,
+        parameters=sum(x.size for _, x in named(trainable.shapes)),
+        weights=weights,
+        state=state,
+        gradient=weights,
+        temporaries=temporaries,
+        memory=target.memory,
+        fits=2 * weights + state + temporaries <= target.memory,
+        smallest=None,
+    )
+
+
+def _on_first(
+    trainable: Trainable, tx: optax.GradientTransformation, meshes: list[tuple[int, int]]
+) -> tuple[tuple[int, int], Placed]:
+    sizes, *others = meshes
+    try:
+        return sizes, placed(trainable, tx, AbstractMesh(sizes, AXES))
+    except ValueError:
+        if not others:
+            raise
+        return _on_first(trainable, tx, others)
 
 
 def _smallest(

@@ -121,15 +121,15 @@ def target_named(name: str) -> Target:
     return Target(family, layout)
 
 
-def mesh_sizes(target: Target, batch: int, mesh: dict[str, int] | None) -> tuple[int, int]:
-    """How many shards the axes "data" and "model" have: as asked for, or as many along "data" as the batch allows.
+def mesh_sizes(target: Target, batch: int, mesh: dict[str, int] | None) -> list[tuple[int, int]]:
+    """How many shards the axes "data" and "model" may have: as asked for, or those that divide the batch, most first.
 
     Raises:
       ValueError: if the mesh has other axes or not as many devices as the target, or does not divide the batch.
     """
     if mesh is None:
-        data = math.gcd(target.devices, batch)
-        return data, target.devices // data
+        most = math.gcd(target.devices, batch)
+        return [(data, target.devices // data) for data in range(most, 0, -1) if most % data == 0]
     if not mesh or set(mesh) - set(AXES):
         raise ValueError(f"mesh must have the axes {' and '.join(AXES)}, got {mesh}.")
     data, model = mesh.get("data", 1), mesh.get("model", 1)
@@ -137,7 +137,7 @@ def mesh_sizes(target: Target, batch: int, mesh: dict[str, int] | None) -> tuple
         raise ValueError(f"mesh {mesh} has {data * model} devices, but {target.name} has {target.devices}.")
     if batch % data:
         raise ValueError(f"batch must be a multiple of the {data} shards of the mesh axis 'data', got {batch}.")
-    return data, model
+    return [(data, model)]
 
 
 def _nvidia(device: str, major: int, cores: int, memory: int, bandwidth: int, clock: float, shared: int) -> str:

@@ -2,8 +2,7 @@
 
     loss, gradient -> update -> apply_updates          parameters and state donated
 
-Gradients lie as the parameters do. An axis that a spec names is cut only where every shard holds a multiple of 64
-numbers of it, which keeps most blocks and groups of a state whole; a smaller axis is replicated.
+Gradients lie as the parameters do. An axis that does not divide into the shards that its spec names is replicated.
 """
 
 import functools
@@ -21,7 +20,6 @@ from spectra_optax.planning.forward import loss
 from spectra_optax.state_layout import state_sharding
 
 AXES = ("data", "model")
-_LEAST = 64  # numbers on a shard's axis
 
 
 class Trainable(NamedTuple):
@@ -106,5 +104,5 @@ def _on(shapes: Any, layouts: Any) -> Any:
 
 def _fitted(shape: tuple[int, ...], spec: PartitionSpec, sizes: dict[str, int]) -> PartitionSpec:
     shards = lambda entry: math.prod(sizes[n] for n in (entry if isinstance(entry, tuple) else (entry,)) if n)
-    kept = (entry if n % (_LEAST * shards(entry)) == 0 else None for n, entry in zip(shape, tuple(spec), strict=False))
+    kept = (entry if n % shards(entry) == 0 else None for n, entry in zip(shape, tuple(spec), strict=False))
     return PartitionSpec(*kept)
