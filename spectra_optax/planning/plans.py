@@ -82,7 +82,7 @@ def plan(
       optimizer: a name (`planning.optimizers.OPTIMIZERS`) or any Optax transformation.
       batch: sequences in a step, on all devices; a `Trainable` brings its own.
       seq: tokens in a sequence.
-      dtype: of the parameters; None is the one that goes with the optimizer's name, or float32.
+      dtype: of the parameters; None is the one that goes with the optimizer's name, or float32, or the `Trainable`'s.
       mesh: shards along "data" (batch and FSDP) and "model" (tensor parallel); None puts as many devices along "data"
         as divide the batch and cut no block of the state.
       compiled: True asks the target's compiler, which takes minutes the first time and needs the extra "tpu" or "cuda";
@@ -97,7 +97,7 @@ def plan(
       >>> from spectra_optax import plan
       >>> found = plan("llama3-8b", "v5e:4x4", "spectra_adamw", compiled=False)
       >>> f"{found.bytes_per_parameter:.2f} {found.total / 2**30:.1f} GiB of {found.memory / 2**30:.2f}"
-      '3.50 5.0 GiB of 15.75'
+      '3.52 5.8 GiB of 15.75'
     """
     target, (trainable, tx) = target_named(topology), _resolved(model, optimizer, batch, seq, dtype)
     batch = jax.tree.leaves(trainable.inputs)[0].shape[0]
@@ -125,6 +125,7 @@ def _resolved(
     arguments.instance("optimizer", optimizer, str, optax.GradientTransformation)
     arguments.integer("batch", batch, 1)
     arguments.integer("seq", seq, 2)
+    given = dtype
     if dtype is not None:
         dtype = arguments.dtype_name("dtype", dtype, ("float32", "bfloat16", "float16"))
     if isinstance(optimizer, str):
@@ -133,6 +134,8 @@ def _resolved(
     else:
         tx = optimizer
     if isinstance(model, Trainable):
+        if given is not None:
+            raise ValueError(f"dtype={given!r} has no effect on a Trainable, whose shapes have theirs.")
         return model, tx
     decoder = model_named(model) if isinstance(model, str) else model
     if decoder.positions and seq > decoder.positions:

@@ -92,9 +92,9 @@ def lowered(trainable: Trainable, tx: optax.GradientTransformation, mesh: Mesh) 
         return jax.jit(step, donate_argnums=(0, 1), out_shardings=outs).lower(*args)
 
 
-def device_bytes(tree: Any, dtype: Any = None) -> int:
-    """Bytes on one device of shapes with shardings; `dtype` in place of their own."""
-    size = lambda x: math.prod(x.sharding.shard_shape(x.shape)) * jnp.dtype(dtype or x.dtype).itemsize
+def device_bytes(tree: Any) -> int:
+    """Bytes on one device of shapes with shardings."""
+    size = lambda x: math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
     return sum(map(size, jax.tree.leaves(tree)))
 
 
