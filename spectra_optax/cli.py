@@ -22,6 +22,11 @@ _GIB = 2**30
 
 def main() -> None:
     """Runs the command."""
+    application()()
+
+
+def application() -> Any:
+    """The command as a Typer application; ends the process with advice where Typer is missing."""
     try:
         import typer
     except ModuleNotFoundError:
@@ -29,7 +34,7 @@ def main() -> None:
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
     app.callback()(_about)
     app.command("plan")(_command(typer))
-    app()
+    return app
 
 
 def _about() -> None:

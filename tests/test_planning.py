@@ -13,8 +13,9 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import AbstractMesh, PartitionSpec
+from typer.testing import CliRunner
 
-from spectra_optax import backend, flash_adamw, plan, state_bytes
+from spectra_optax import backend, cli, flash_adamw, plan, state_bytes
 from spectra_optax.codecs.blocks import apart
 from spectra_optax.planning import PRESETS, Decoder, Trainable, forward, read_config
 from spectra_optax.planning.forward import loss
@@ -309,39 +310,42 @@ def test_shapes_and_compiler_agree(topology, name, tmp_path, monkeypatch):
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def command(*arguments):
-    line = [sys.executable, "-m", "spectra_optax", "plan", *arguments]
-    return subprocess.run(line, capture_output=True, text=True, check=False)
-
-
 def test_the_command_prints_json():
-    done = command(
-        "--model", "llama3-8b", "--topology", "v5e:4x4", "--optimizer", "adamw", "--optimizer", "flash_adamw",
-        "--no-compile", "--json",
-    )  # fmt: skip
-    rows = json.loads(done.stdout)
+    line = "plan --model llama3-8b --topology v5e:4x4 --optimizer adamw --optimizer flash_adamw --no-compile --json"
+    command = [sys.executable, "-m", "spectra_optax", *line.split()]
+    rows = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
     assert [row["optimizer"] for row in rows] == ["adamw", "flash_adamw"]
     found = plan("llama3-8b", "v5e:4x4", "flash_adamw", compiled=False)
     assert rows[1] == {"optimizer": "flash_adamw", **found._asdict(), "total": found.total, "mesh": list(found.mesh)}
 
 
+def command(*arguments):
+    return CliRunner().invoke(cli.application(), ["plan", *arguments])
+
+
 def test_the_command_reads_a_config_and_draws_a_table(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(LLAMA3_8B))
     done = command("--model", str(tmp_path / "config.json"), "--topology", "v5e:4x4", "--no-compile")
-    assert done.returncode == 0, done.stderr
-    assert "estimated from shapes" in done.stdout
-    assert "spectra_adamw" in done.stdout
+    assert done.exit_code == 0, done.output
+    assert "estimated from shapes" in done.output
+    assert "spectra_adamw" in done.output
 
 
-def test_the_command_says_what_is_wrong():
-    done = command("--model", "llama3-8b", "--topology", "h100", "--mesh", "4x4")
-    assert done.returncode == 1
-    assert done.stderr == "spectra-optax: mesh must be written as data=4,model=4, got '4x4'.\n"
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--topology", "v9:4x4"], "topology must begin with one of"),
+        (["--topology", "h100", "--mesh", "4x4"], "mesh must be written as data=4,model=4, got '4x4'."),
+        (["--topology", "v5e:4x4", "--batch", "12", "--mesh", "data=16"], "batch must be a multiple of the 16 shards"),
+    ],
+)
+def test_the_command_says_what_is_wrong(arguments, message):
+    done = command("--model", "llama3-8b", "--no-compile", *arguments)
+    assert done.exit_code == 1
+    assert f"spectra-optax: {message}" in done.output
 
 
-def test_the_command_names_its_extra(tmp_path):
-    (tmp_path / "typer.py").write_text("raise ModuleNotFoundError('No module named typer')")
-    script = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); from spectra_optax.cli import main; main()"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
-    assert done.returncode == 1
-    assert "pip install 'spectra-optax[plan]'" in done.stderr
+def test_the_command_names_its_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "typer", None)
+    with pytest.raises(SystemExit, match=r"pip install 'spectra-optax\[plan\]'"):
+        cli.main()
