@@ -124,6 +124,14 @@ def start(decoder):
 
 
 @pytest.mark.parametrize("decoder", VARIANTS.values(), ids=VARIANTS)
+def test_an_untrained_decoder_knows_nothing(decoder):
+    tokens = jax.random.randint(jax.random.key(1), (2, 24), 0, decoder.vocabulary)
+    value = jax.jit(functools.partial(loss, decoder))(start(decoder), tokens)
+    assert value == pytest.approx(math.log(decoder.vocabulary), abs=0.5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("decoder", VARIANTS.values(), ids=VARIANTS)
 def test_a_decoder_learns_by_heart(decoder):
     params, tokens = start(decoder), jax.random.randint(jax.random.key(1), (2, 24), 0, decoder.vocabulary)
     tx = optax.adam(2e-2)
@@ -139,7 +147,6 @@ def test_a_decoder_learns_by_heart(decoder):
         return jax.lax.scan(step, (params, tx.init(params)), length=15)[1]
 
     losses = train(params)
-    assert abs(losses[0] - math.log(decoder.vocabulary)) < 0.5
     assert losses[-1] < 0.5 * losses[0]
 
 
