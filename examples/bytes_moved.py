@@ -13,16 +13,14 @@ the least possible is every input read once and every output written once.
 import os
 import re
 from typing import Annotated
-from unittest import mock
 
-os.environ |= {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost"}
+os.environ["JAX_PLATFORMS"] = "cpu"
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import typer
-from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from rich.console import Console
 from rich.table import Table
@@ -41,6 +39,8 @@ from spectra_optax import (
     spectra_adamw,
     split_master_weights,
 )
+from spectra_optax.backend import compiling_for
+from spectra_optax.planning.targets import target_named
 
 OPTIMIZERS = {
     "adamw": optax.adamw(1e-3),
@@ -58,21 +58,7 @@ OPTIMIZERS = {
     "foam_adamw": foam_adamw(1e-3),
 }
 NAMES = [name for name in OPTIMIZERS if not name.startswith("split")]  # which are for 16-bit parameters
-TOPOLOGIES = {"v5e": "v5e:2x2", "v6e": "v6e:2x2", "v4": "v4:2x2x1"}
-# What XLA's GPU compiler wants to know of an H100 SXM: its public properties.
-H100 = """
-gpu_device_info {
-  threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152 shared_memory_per_core: 233472
-  threads_per_core_limit: 2048 core_count: 132 fpus_per_core: 128 block_dim_limit_x: 2147483647
-  block_dim_limit_y: 65535 block_dim_limit_z: 65535 memory_bandwidth: 3352320000000 l2_cache_size: 52428800
-  clock_rate_ghz: 1.98 device_memory_size: 84929347584 shared_memory_per_block_optin: 232448
-  cuda_compute_capability { major: 9 } registers_per_core_limit: 65536 registers_per_block_limit: 65536
-}
-platform_name: "CUDA"
-dnn_version_info { major: 9 minor: 28 }
-runtime_version { major: 13 minor: 0 patch: 0 }
-device_description_str: "NVIDIA H100 80GB HBM3"
-"""
+TOPOLOGIES = {"v5e": "v5e:2x2", "v6e": "v6e:2x2", "v4": "v4:2x2x1", "h100": "h100:1"}
 BITS = {"pred": 8, "s4": 4, "u4": 4, "s8": 8, "u8": 8, "s16": 16, "u16": 16, "s32": 32, "u32": 32}
 BITS |= {"f16": 16, "bf16": 16, "f32": 32, "c64": 64, "s64": 64, "u64": 64, "f64": 64}
 ARRAY = re.compile(r"\b([a-z]+[0-9]+[a-z0-9]*|pred)\[([0-9,]*)\](\{[^}]*\})?")
@@ -82,7 +68,7 @@ FREE = ("parameter", "tuple", "get-tuple-element", "bitcast", "constant", "after
 
 
 def main(
-    target: Annotated[str, typer.Option(help=f"One of {', '.join(TOPOLOGIES)}, h100.")] = "v5e",
+    target: Annotated[str, typer.Option(help=f"One of {', '.join(TOPOLOGIES)}.")] = "v5e",
     size: Annotated[int, typer.Option(help="Rows and columns of the one matrix.")] = 4096,
     dtype: Annotated[str, typer.Option(help="Of parameters and gradients.")] = "float32",
     only: Annotated[list[str], typer.Option(help="Optimizers to compile; repeatable.")] = NAMES,
@@ -94,7 +80,7 @@ def main(
     for name in only:
         for kind, step_of in STEPS.items():
             tx, param = OPTIMIZERS[name], jax.ShapeDtypeStruct((size, size), dtype, sharding=place)
-            with mock.patch.object(jax, "default_backend", return_value="gpu" if target == "h100" else "tpu"):
+            with compiling_for("gpu" if target == "h100" else "tpu"):
                 compiled, least = compiled_step(tx, step_of(tx), param)
             moved, hbm = (count(compiled.as_text()) for count in (moved_bytes, hbm_bytes))
             temporaries = compiled.memory_analysis().temp_size_in_bytes
@@ -105,14 +91,10 @@ def main(
 
 def placed(target: str) -> NamedSharding:
     """One chip that is only known to the compiler."""
-    if target == "h100":
-        kind = {"platform": "cuda", "topology_name": "", "target_config": H100, "topology": "1x1x1"}
-    elif target in TOPOLOGIES:
-        kind = {"platform": "tpu", "topology_name": TOPOLOGIES[target]}
-    else:
-        raise typer.BadParameter(f"target must be one of {', '.join(TOPOLOGIES)}, h100; got {target}")
-    devices = topologies.get_topology_desc(**kind).devices
-    return NamedSharding(Mesh(np.array(devices[:1]), ("x",)), PartitionSpec())
+    if target not in TOPOLOGIES:
+        raise typer.BadParameter(f"target must be one of {', '.join(TOPOLOGIES)}; got {target}")
+    chips = target_named(TOPOLOGIES[target])
+    return NamedSharding(Mesh(chips.mesh((chips.devices, 1)).devices[:1, 0], ("x",)), PartitionSpec())
 
 
 def two_calls(tx: optax.GradientTransformation):

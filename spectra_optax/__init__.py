@@ -27,6 +27,8 @@ from spectra_optax.memory import (
 )
 from spectra_optax.optimizers import FullMomentum as FullMomentum
 from spectra_optax.optimizers import spectra_adamw as spectra_adamw
+from spectra_optax.planning import plan as plan
+from spectra_optax.state_layout import state_sharding as state_sharding
 from spectra_optax.transforms.block_clip import clip_by_block_rms as clip_by_block_rms
 from spectra_optax.transforms.compress_state import CompressedState as CompressedState
 from spectra_optax.transforms.compress_state import compress_state as compress_state

@@ -5,7 +5,7 @@ parameters. `map_nodes` rewrites such nodes; `spread` and `gather` turn one tree
 back, leaving alone what stands in for absent leaves and the boxes that Flax puts around arrays.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -82,6 +82,11 @@ def gather(trees: Mapping[str, Any], like: Any, rule: Callable[[str, Arrays], ja
             node = jax.tree.structure(boxes[path]).unflatten([value]) if path in boxes else value
         leaves.append(node)
     return treedef.unflatten(leaves)
+
+
+def owner(path: tuple[Any, ...], leaves: Container[tuple[Any, ...]]) -> tuple[Any, ...] | None:
+    """The path of the parameter that an array of a state belongs to, which ends the array's own; None if none does."""
+    return next((path[i:] for i in range(1, len(path) + 1) if path[i:] in leaves), None)
 
 
 def _opened(node: Any) -> tuple[list[Any], list[Any], Any]:

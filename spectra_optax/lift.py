@@ -23,7 +23,7 @@ from spectra_optax import arguments, sharding
 from spectra_optax.leaves import Leaf, LeafRules, wide
 from spectra_optax.sharding import Slot
 
-FORMAT = 1  # of the states; raised when a layout changes
+FORMAT = 2  # of the states; raised when a layout changes
 _LEAVES = ", leaves "  # in a state's description, before the checksum of how its leaves are treated
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import optax
 
+from spectra_optax.fields import owner
 from spectra_optax.leaves import observed
 from spectra_optax.lift import named, path_name, unboxed
 
@@ -146,14 +147,13 @@ def memory_table(
 def _by_leaf(tx: optax.GradientTransformation, params: Any) -> tuple[dict[str, list[tuple[str, Any]]], int]:
     """The state's arrays of each leaf, named by their field, and the bytes of all others.
 
-    An array belongs to the leaf whose path ends its own path; if the parameters are one array, whose path is empty, to
-    that leaf unless it is a scalar or a description of the settings.
+    If the parameters are one array, whose path is empty, all belong to it but scalars and the settings' description.
     """
     state = jax.eval_shape(lambda p: tx.init(p), params)  # JAX keeps the trace of `tx.init`, and with it the decisions
     names = {path: path_name(path) for path, _ in jax.tree_util.tree_flatten_with_path(params)[0]}
     held, shared = collections.defaultdict(list), 0
     for path, array in jax.tree_util.tree_flatten_with_path(state)[0]:
-        leaf = next((path[i:] for i in range(1, len(path) + 1) if path[i:] in names), None)
+        leaf = owner(path, names)
         field = path_name(_since_field(path[: len(path) - len(leaf or ())]))
         if leaf is None or (not leaf and (not array.shape or field == "settings")):
             shared += _nbytes(array)

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding
 
+from spectra_optax import backend
 from spectra_optax.kernels import program as programs
 from spectra_optax.kernels import tiles
 from spectra_optax.kernels.shards import NotLocalError, layout_of
@@ -86,7 +87,7 @@ def tiled(plain: optax.GradientTransformation, local: Local) -> Tiled:
 
 def runs_kernels() -> bool:
     """Whether the platform needs kernels: XLA's passes suffice elsewhere."""
-    return jax.default_backend() == "tpu"
+    return backend.name() == "tpu"
 
 
 def untiled(tx: optax.GradientTransformation) -> optax.GradientTransformation:

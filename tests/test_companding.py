@@ -33,12 +33,12 @@ any_form = pytest.mark.parametrize("form", FORMS.values(), ids=FORMS.keys())
 
 @functools.partial(jax.jit, static_argnames=("form", "cut"))
 def encode(form, x, count=0, cut=-2):
-    return form.encode_array(jnp.asarray(x), cut, jnp.asarray(count, jnp.int32))
+    return form.encode_array(form.layout(x.shape[cut]), jnp.asarray(x), cut, jnp.asarray(count, jnp.int32))
 
 
 @functools.partial(jax.jit, static_argnames=("form", "length", "cut"))
 def decode(form, arrays, length, cut=-2):
-    return form.decode_array(arrays, length, cut)
+    return form.decode_array(form.layout(length), arrays, cut)
 
 
 def again(form, x, count=0, cut=-2):

@@ -15,6 +15,7 @@ from spectra_optax import (
     LeafRules,
     Spectrum,
     Wavelet,
+    backend,
     compress_state,
     flash_adamw,
     flash_lion,
@@ -56,7 +57,7 @@ QUICK = ("flash_adamw", "gwt_adamw", "spectra_adamw", "split_spectra_adamw")
 def kernels(monkeypatch):
     """A platform of one device that asks for kernels."""
     monkeypatch.setattr(tiling, "runs_kernels", lambda: True)
-    monkeypatch.setattr(jax, "device_count", lambda: 1)
+    monkeypatch.setattr(backend, "devices", lambda: 1)
 
 
 def drawn(dtype="float32", shapes=SHAPES, seed=0, scale=1.0):

@@ -3,7 +3,6 @@
 import os
 import sys
 from pathlib import Path
-from unittest import mock
 
 import jax
 import numpy as np
@@ -22,6 +21,7 @@ from spectra_optax import (
     spectra_adamw,
     split_master_weights,
 )
+from spectra_optax.backend import compiling_for
 
 pytest.importorskip("libtpu")
 os.environ |= {"TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
@@ -46,12 +46,8 @@ FIGURES = {
 
 @pytest.fixture(autouse=True)
 def tpu():
-    with (
-        mock.patch.object(jax, "default_backend", return_value="tpu"),
-        mock.patch.object(jax, "device_count", return_value=1),
-    ):
+    with compiling_for("tpu"):
         yield
-    jax.clear_caches()
 
 
 @pytest.mark.parametrize("target", ["v5e", pytest.param("v6e", marks=pytest.mark.slow)])

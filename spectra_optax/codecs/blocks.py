@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spectra_optax import sharding
+from spectra_optax import backend, sharding
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Layout:
 
 def apart(blocks: jax.Array) -> jax.Array:
     """On TPUs, keeps XLA from moving the cut past what is computed from the blocks; elsewhere a no-op."""
-    return jax.lax.optimization_barrier(blocks) if jax.default_backend() == "tpu" else blocks
+    return jax.lax.optimization_barrier(blocks) if backend.name() == "tpu" else blocks
 
 
 _TILE = 8  # rows of a TPU's tile

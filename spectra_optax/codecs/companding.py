@@ -91,7 +91,7 @@ class Companded:
 
     def slots(self, leaf: Leaf) -> dict[str, Slot]:
         """The arrays that hold a matrix leaf."""
-        return self.array_slots(leaf.matrix_shape, leaf.matrix_axes, leaf.cut_axis)
+        return self.array_slots(self.leaf_layout(leaf), leaf.matrix_shape, leaf.matrix_axes, leaf.cut_axis)
 
     def encode(self, leaf: Leaf, x: jax.Array, count: jax.Array) -> dict[str, jax.Array]:
         """The arrays for `x`, float32 of the leaf's shape; `count` (int32 `[]`) moves stochastic rounding."""
@@ -100,20 +100,21 @@ class Companded:
 
     def decode(self, leaf: Leaf, arrays: Mapping[str, jax.Array]) -> jax.Array:
         """The numbers in the arrays, float32 of the leaf's shape."""
-        return leaf.from_matrix(self.decode_array(arrays, leaf.matrix_shape[leaf.cut_axis], leaf.cut_axis))
+        return leaf.from_matrix(self.decode_array(self.leaf_layout(leaf), arrays, leaf.cut_axis))
 
     def whole_block(self, length: int) -> int | None:
         """How many neighbours along an axis of this length share a scale; None if the last group is padded."""
-        layout = self._layout(length)
+        layout = self.layout(length)
         return layout.block if layout.count * layout.block == length else None
 
     def leaf_layout(self, leaf: Leaf) -> Layout:
         """The layout of the axis along which a matrix leaf is cut into groups."""
-        return self._layout(leaf.matrix_shape[leaf.cut_axis])
+        return self.layout(leaf.matrix_shape[leaf.cut_axis])
 
-    def array_slots(self, shape: Sequence[int], axes: Sequence[int | None], cut: int) -> dict[str, Slot]:
+    def array_slots(
+        self, layout: Layout, shape: Sequence[int], axes: Sequence[int | None], cut: int
+    ) -> dict[str, Slot]:
         """The arrays that hold one of `shape` `[..., r, c]`, whose axes follow `axes`, in groups along axis `cut`."""
-        layout = self._layout(shape[cut])
         codes, scales = list(shape), list(shape)
         codes[cut], scales[cut] = self._stored(layout).length, layout.count
         run, dtype = self._stored(layout).block, "int8" if self.sign == "signed" else "uint8"
@@ -123,9 +124,8 @@ class Companded:
             "scales": slot(scales, scale_dtype, axes, value=start),
         }
 
-    def encode_array(self, x: jax.Array, cut: int, count: jax.Array) -> dict[str, jax.Array]:
+    def encode_array(self, layout: Layout, x: jax.Array, cut: int, count: jax.Array) -> dict[str, jax.Array]:
         """Codes and scales of `x`, float32 `[..., r, c]`, as it comes from a product in blocks of another length."""
-        layout = self._layout(x.shape[cut])
         return self._encode(layout, apart(layout.split(x, cut)), cut, count)
 
     def _encode(self, layout: Layout, groups: jax.Array, cut: int, count: jax.Array) -> dict[str, jax.Array]:
@@ -136,9 +136,8 @@ class Companded:
             codes = _pack(codes)
         return {"codes": self._stored(layout).join(codes, cut), "scales": _whole(layout).join(held, cut)}
 
-    def decode_array(self, arrays: Mapping[str, jax.Array], length: int, cut: int) -> jax.Array:
-        """The numbers held by codes and scales, float32, `length` along axis `cut`."""
-        layout = self._layout(length)
+    def decode_array(self, layout: Layout, arrays: Mapping[str, jax.Array], cut: int) -> jax.Array:
+        """The numbers held by codes and scales in groups along axis `cut`, float32."""
         codes = apart(self._stored(layout).split(arrays["codes"], cut))  # or XLA stores a scale for each number
         scales = self._scale(_whole(layout).split(arrays["scales"], cut))
         if self.bits == 4:
@@ -181,7 +180,8 @@ class Companded:
         bits = (held.astype(jnp.int32) + 127) << 23
         return jnp.where(held == _NOT_FINITE, jnp.nan, jax.lax.bitcast_convert_type(bits, jnp.float32))
 
-    def _layout(self, length: int) -> Layout:
+    def layout(self, length: int) -> Layout:
+        """How an axis of this length is cut into groups."""
         block = block_length(length, self.group)
         return Layout(length, block, -(-length // block), block)
 

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spectra_optax import arguments
+from spectra_optax import arguments, sharding
 from spectra_optax.codecs.blocks import Layout, apart, block_length
 from spectra_optax.codecs.companding import Companded
 from spectra_optax.codecs.fourier import Lowering, analyse, frequency, synthesise
@@ -49,7 +49,8 @@ class Spectrum:
       seed: for "random", of the draw (0 if None).
       lowering: "fft" computes with `jnp.fft`, "matmul" with the same basis as a matrix; "auto" takes the faster.
         XLA gathers a sharded FFT on jax before 0.12; the product stays where its operands are.
-      values: `Companded()` holds the coefficients of real parameters in 8 bits, in place of a dtype.
+      values: `Companded()` holds the coefficients of real parameters in 8 bits, in place of a dtype; a group is made of
+        whole blocks.
 
     Example:
       >>> from spectra_optax import Spectrum
@@ -140,14 +141,28 @@ class Spectrum:
         return self.layout(leaf.matrix_shape[leaf.cut_axis])
 
     def whole_block(self, leaf: Leaf) -> int | None:
-        """How many rows of a matrix leaf its blocks hold together; None if its last one is padded or a mask is held."""
+        """How many rows of a matrix leaf belong together, for tiles of them; None if it is not cut into such tiles."""
         layout = self.leaf_layout(leaf)
         if self.is_stored or layout.count * layout.block != layout.length:
             return None
-        if self.values is None:
-            return layout.block
-        group = self.values.whole_block(layout.coefficients.length)
-        return group and math.lcm(layout.kept, group) // layout.kept * layout.block
+        groups = layout.coefficients if self.values is None else self._groups(layout)
+        rows = math.lcm(layout.kept, groups.block) // layout.kept * layout.block
+        tile = self.layout(rows)
+        alike = self.values is None or self._groups(tile).block == groups.block
+        return rows if layout.length % rows == 0 and tile.block == layout.block and alike else None
+
+    def _groups(self, layout: Layout) -> Layout:
+        """How companded coefficients are cut into groups: of whole blocks, so many that 8 shards have some if they can.
+
+        Where a block has more coefficients than a group may, they are cut as any other array is.
+        """
+        assert self.values is not None
+        n, k, largest = layout.count, layout.kept, self.values.group
+        shards = 1 if n * k <= largest else math.gcd(n, sharding.USUAL_SHARDS)
+        fitting = [m for m in range(1, n + 1) if n % m == 0 and m * k <= largest and n // m % shards == 0]
+        if not fitting:
+            return self.values.layout(n * k)
+        return Layout(n * k, fitting[-1] * k, n // fitting[-1], fitting[-1] * k)
 
     @property
     def sign(self) -> Literal["signed"]:
@@ -169,8 +184,9 @@ class Spectrum:
         if self.values is None or leaf.is_complex:
             dtype = self._dtype(leaf)
             return {"coefficients": slot(shape, dtype, leaf.matrix_axes, run={cut: layout.kept})}
-        held = self.values.array_slots(shape, leaf.matrix_axes, cut)
-        whole = math.lcm(layout.kept, self.values.group)  # neither a block nor a group may be cut
+        groups = self._groups(layout)
+        held = self.values.array_slots(groups, shape, leaf.matrix_axes, cut)
+        whole = math.lcm(layout.kept, groups.block)  # neither a block nor a group may be cut
         return {
             "coefficients": slot(shape, held["codes"].dtype, leaf.matrix_axes, run={cut: whole}),
             "scales": held["scales"],
@@ -178,21 +194,23 @@ class Spectrum:
 
     def hold(self, leaf: Leaf, coefficients: jax.Array, count: jax.Array) -> dict[str, jax.Array]:
         """The arrays for coefficients `[..., n, k, c]`; `count` moves stochastic rounding."""
-        layout = self.leaf_layout(leaf).coefficients
+        whole = self.leaf_layout(leaf)
+        layout = whole.coefficients
         if self.values is None or leaf.is_complex:
             dtype = self._dtype(leaf)
             x = to_bfloat16(coefficients, count) if dtype == "bfloat16" else coefficients.astype(dtype)
             return {"coefficients": layout.join(x, leaf.cut_axis)}
         x = layout.join(coefficients.astype(jnp.float32), leaf.cut_axis)
-        held = self.values.encode_array(x, leaf.cut_axis, count)
+        held = self.values.encode_array(self._groups(whole), x, leaf.cut_axis, count)
         return {"coefficients": held["codes"], "scales": held["scales"]}
 
     def held(self, leaf: Leaf, arrays: Mapping[str, jax.Array]) -> jax.Array:
         """The coefficients `[..., n, k, c]` in the arrays: the inverse of `hold`."""
-        layout, x = self.leaf_layout(leaf).coefficients, arrays["coefficients"]
+        whole, x = self.leaf_layout(leaf), arrays["coefficients"]
+        layout = whole.coefficients
         if self.values is not None and not leaf.is_complex:
             codes = {"codes": x, "scales": arrays["scales"]}
-            x = self.values.decode_array(codes, layout.length, leaf.cut_axis)
+            x = self.values.decode_array(self._groups(whole), codes, leaf.cut_axis)
         return apart(layout.split(x, leaf.cut_axis))
 
     def encode(self, leaf: Leaf, x: jax.Array, count: jax.Array) -> dict[str, jax.Array]:

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spectra_optax import arguments, sharding
+from spectra_optax import arguments, backend, sharding
 from spectra_optax.codecs.blocks import Layout, product
 from spectra_optax.codecs.filter_bank import analyse, low_pass, synthesise
 from spectra_optax.leaves import Leaf
@@ -199,7 +199,7 @@ class Wavelet:
     def _tiles(self, n: int) -> tuple[Layout, Layout]:
         """How an axis of length `n` is cut into neighbours that are summed, and how their sums are."""
         size, sums = 2**self.level, -(-n // 2**self.level)
-        wanted = self.lowering == "matmul" or (self.lowering == "auto" and jax.default_backend() == "tpu")
+        wanted = self.lowering == "matmul" or (self.lowering == "auto" and backend.name() == "tpu")
         # Shards must hold whole tiles.
         tile = _TILE if wanted and n % (_TILE * size * sharding.USUAL_SHARDS) == 0 else 1
         count = -(-sums // tile)

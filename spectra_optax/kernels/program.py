@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.extend import core
+from jax.sharding import AbstractMesh
 
 # Calls that are opened, with the name of what they call.
 _CALLS = {
@@ -65,7 +66,8 @@ class Program(NamedTuple):
 
 def program(rule: Callable, arguments: Sequence[jax.ShapeDtypeStruct]) -> Program:
     """Traces `rule(*arguments) -> list of arrays`."""
-    closed = jax.make_jaxpr(rule)(*arguments)
+    with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):  # tiles lie on no mesh
+        closed = jax.make_jaxpr(rule)(*arguments)
     inputs, constants, equations = [Variable(v.aval) for v in closed.jaxpr.invars], {}, []
     outputs = _opened(closed.jaxpr, closed.consts, inputs, constants, equations)
     scalars = {v for v in (*inputs, *constants) if v.aval.ndim == 0}

@@ -13,6 +13,8 @@ from typing import NamedTuple
 import jax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from spectra_optax import backend
+
 Kernel = Callable[..., tuple[jax.Array, ...]]
 
 
@@ -35,7 +37,7 @@ def layout_of(x: jax.Array, told: NamedSharding | None) -> NamedSharding | None:
     """
     layout = told if told is not None else jax.typeof(x).sharding
     if told is None and layout.mesh.empty:
-        if jax.device_count() > 1:
+        if backend.devices() > 1:
             raise NotLocalError("Whether it lies on several devices only the compiler knows.")
         return None
     if layout.mesh.size == 1:

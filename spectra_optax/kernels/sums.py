@@ -15,6 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import NamedSharding
 
+from spectra_optax import backend
 from spectra_optax.kernels.shards import Follows, NotLocalError, per_shard
 
 Kept = Literal["rows", "columns", "none"]  # which axis of the matrix a sum still has
@@ -79,7 +80,7 @@ def _one_pass(rule: Callable, takes: Sequence[Follows | None], kept: Sequence[Ke
         grid=(count, r // rows),
         in_specs=[pl.BlockSpec(memory_space=pltpu.SMEM), *(spec(f) for f in takes[1:] if f)],
         out_specs=[spec(f) for f in gives],
-        interpret=jax.default_backend() != "tpu",
+        interpret=backend.name() != "tpu",
     )(inputs[0], *(x.reshape(count, *x.shape[-2:]) for x in inputs[1:]))
     return [x.reshape(*batch, *x.shape[-2:]) for x in outputs]
 

@@ -17,6 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import NamedSharding
 
+from spectra_optax import backend
 from spectra_optax.kernels import program as programs
 from spectra_optax.kernels.shards import Follows, NotLocalError, per_shard, shards_of_rows
 
@@ -179,7 +180,7 @@ class _Kernel(NamedTuple):
                 for k, v in enumerate(self.gives)
                 if v in self.places and self.places[v] in arrays and self.places[v].aval.dtype == v.aval.dtype
             },
-            interpret=jax.default_backend() != "tpu",
+            interpret=backend.name() != "tpu",
         )(*(x.reshape(-1, *x.shape[-2:]) if f else x for x, f in zip(inputs, follows, strict=True)))
         return tuple(x.reshape(*batch, *x.shape[-2:]) for x in outputs)
 

@@ -123,10 +123,10 @@ def local_to_blocks(inner: optax.GradientTransformation, leaves: LeafRules, code
         return compressed_state(within.build(rules) if within else inner, rules, codecs)
 
     def block(leaf):
-        if not all(isinstance(codec, Companded) for codec in codecs.values()):
+        forms = [codec for codec in codecs.values() if isinstance(codec, Companded)]
+        if len(forms) < len(codecs):
             return None
-        blocks = [codec.whole_block(leaf.shape[-2]) for codec in codecs.values() if isinstance(codec, Companded)]
-        blocks += [within.block(leaf)] if within else []
+        blocks = [c.whole_block(leaf.shape[-2]) for c in forms] + ([within.block(leaf)] if within else [])
         return math.lcm(*(b for b in blocks if b)) if all(blocks) else None
 
     if within:

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import optax
 
+from spectra_optax import backend
 from spectra_optax.codecs.blocks import apart
 from spectra_optax.codecs.companding import Companded
 from spectra_optax.codecs.spectrum import Spectrum
@@ -27,7 +28,7 @@ def in_blocks(
     inner = optax.with_extra_args_support(inner)
 
     def update(updates, state, params=None, **extra_args):
-        if jax.default_backend() == "tpu":
+        if backend.name() == "tpu":
             arrays, treedef = jax.tree.flatten(updates)
             decided = leaves_of(updates, leaves)
             updates = treedef.unflatten([_cut(form, leaf, g) for leaf, g in zip(decided, arrays, strict=True)])
