@@ -169,7 +169,8 @@ def _check_layers_apart(eqn: Any, inputs: list[Names], together: Names, height: 
     results = [getattr(v.aval, "shape", ()) for v in eqn.outvars]
     if together - {REST}:
         contracted = zip(shapes, eqn.params["dimension_numbers"][0], strict=True) if _is_product(eqn) else ()
-        along = [shapes[0][eqn.params[name]] for name in _ALONG if isinstance(eqn.params.get(name), int)]
+        is_scan = results[0] == shapes[0]  # a sort or a running sum keeps the shape
+        along = [shapes[0][eqn.params[name]] for name in _ALONG if is_scan and isinstance(eqn.params.get(name), int)]
         lost = any(height not in shape for shape in results) or height in itertools.chain(
             (shape[axis] for shape, axes in contracted for axis in axes), along
         )
