@@ -102,6 +102,7 @@ class Stacked:
             one = _slices(held, i)
             gradients, moving = _pulled_back(one, _slices(saved.residuals, i), saved, moving)
             new = update.run(self._places, scale(gradients), _replaced(like, self._places, one))
+            new = jax.lax.optimization_barrier(new)  # or XLA reads old slices after the first write, and copies stacks
             write = lambda whole, part: jax.lax.dynamic_update_slice_in_dim(whole, part, i, 0)
             return list(map(write, held, new)), moving, total + squares(gradients)
 

@@ -25,7 +25,7 @@ _ALONG = ("axis", "dimension")  # parameters of operations that run along one ax
 _CONSTANT = ("broadcast_in_dim", "iota")  # operations that may make the axis of layers out of nothing
 
 
-class Mixes(Exception):  # noqa: N818 - a finding, which `refusal` turns into an error
+class Mixes(Exception):
     """What in a trace joins two groups or two layers."""
 
 
