@@ -99,12 +99,16 @@ class Stacked:
         def body(t, carry):
             held, moving, total = carry
             i = self._count - 1 - t
-            one = _slices(held, i)
-            gradients, moving = _pulled_back(one, _slices(saved.residuals, i), saved, moving)
-            new = update.run(self._places, scale(gradients), _replaced(like, self._places, one))
-            new = jax.lax.optimization_barrier(new)  # or XLA reads old slices after the first write, and copies stacks
+
+            def updated():
+                one = _slices(held, i)
+                gradients, ct = _pulled_back(one, _slices(saved.residuals, i), saved, moving)
+                new = update.run(self._places, scale(gradients), _replaced(like, self._places, one))
+                return new, ct, total + squares(gradients)
+
+            new, ct, norm = jax.lax.cond(i >= 0, updated, lambda: (_slices(held, i), moving, total))
             write = lambda whole, part: jax.lax.dynamic_update_slice_in_dim(whole, part, i, 0)
-            return list(map(write, held, new)), moving, total + squares(gradients)
+            return list(map(write, held, new)), ct, norm
 
         start = ([leaves[i] for i in self._places], _moving(ct), jnp.zeros([], jnp.float32))
         held, moving, total = jax.lax.fori_loop(0, self._count, body, start)
