@@ -46,13 +46,14 @@ OPTIMIZERS = {
     "flash_adamw": flash_adamw(1e-3),
     "spectra_adamw": split_master_weights(spectra_adamw(1e-3, momentum=Spectrum(values=Companded()))),
 }
+NAMES = list(OPTIMIZERS)
 CLIPS = {"none": None, "exact": ExactClip(1.0), "lagged": LaggedClip(1.0)}
 
 
 def main(
     model: Annotated[str, typer.Option(help=f"One of {', '.join(MODELS)}.")] = "gpt",
     target: Annotated[str, typer.Option(help="cpu, or a TPU topology such as v5e:4x4.")] = "cpu",
-    only: Annotated[list[str], typer.Option(help="Optimizers; repeatable.")] = list(OPTIMIZERS),
+    only: Annotated[list[str], typer.Option(help="Optimizers; repeatable.")] = NAMES,
     dtype: Annotated[str, typer.Option(help="Of weights and gradients.")] = "bfloat16",
     sequences: Annotated[int, typer.Option(help="Per step.")] = 16,
     length: Annotated[int, typer.Option(help="Tokens of a sequence.")] = 128,

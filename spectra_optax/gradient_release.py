@@ -44,7 +44,7 @@ def gradient_release(
       params: the parameters, or their shapes.
       embed: `(params, batch) -> x`; its parameters are those outside the layers, with None in the layers' place.
       layer: `(layer_params, x) -> x`, for one layer; a sequence of functions where listed layers differ.
-      head_loss: `(params, x, batch) -> loss` or `(loss, aux)`; parameters as in `embed`, which may share leaves with it.
+      head_loss: `(params, x, batch) -> loss` or `(loss, aux)`; parameters as in `embed`; leaves may be in both.
       layers: the path of the layers' parameters, stacked: every leaf `[L, ...]`, as `jax.lax.scan` takes them; or a
         path for each layer, of layers that are not stacked.
       policy: what the forward pass saves, as in `jax.checkpoint`; None saves the inputs of each layer and no more.

@@ -21,6 +21,7 @@ REST = ""  # the name of the leaves that are in no layer
 Names = frozenset[str]
 _NONE: Names = frozenset()
 _PROBES = (31, 29, 23, 19, 17, 13, 11, 7)  # below `LeafRules.min_dim`: a stack of vectors must look like one vector
+_VECTORS = "stacked vectors may have been taken for a matrix (`LeafRules(dense=...)` names them)"
 _ALONG = ("axis", "dimension")  # parameters of operations that run along one axis, such as a sort
 _CONSTANT = ("broadcast_in_dim", "iota")  # operations that may make the axis of layers out of nothing
 
@@ -46,7 +47,9 @@ def stacked_state(tx: optax.GradientTransformation, resized: Callable[[int], Any
     one, other, true = (_state(tx, resized(n)) for n in (1, probe(resized(1)), count))
     paths = [[path for path, _ in flat] for flat in (one, other, true)]
     if not paths[0] == paths[1] == paths[2]:
-        raise ValueError(refusal(f"its state for {count} stacked layers has other arrays than its state for one"))
+        raise ValueError(
+            refusal(f"its state for {count} stacked layers has other arrays than that for one: {_VECTORS}")
+        )
     height = probe(resized(1))
     is_stacked = []
     for (path, a), (_, b), (_, c) in zip(one, other, true, strict=True):
@@ -56,8 +59,7 @@ def stacked_state(tx: optax.GradientTransformation, resized: Callable[[int], Any
             raise ValueError(
                 refusal(
                     f"its state at {path_name(path)!r} is {list(c.shape)} for {count} stacked layers but "
-                    f"{list(a.shape)} for one: stacked vectors may have been taken for a matrix "
-                    "(`LeafRules(dense=...)` names them)"
+                    f"{list(a.shape)} for one: {_VECTORS}"
                 )
             )
     return is_stacked
@@ -88,7 +90,10 @@ def owners(
       ValueError: if the rule mixes groups, or the layers of a stack.
     """
     state = jax.eval_shape(tx.init, params)
-    closed = jax.make_jaxpr(tx.update)(params, state, params)
+    try:
+        closed = jax.make_jaxpr(tx.update)(params, state, params)
+    except (AttributeError, TypeError, ValueError) as error:
+        raise ValueError(refusal(f"its update fails on parameters and gradients alone ({error})")) from error
     paths = [path_name(path) for path, _ in jax.tree_util.tree_flatten_with_path((params, state))[0]]
     own: list[Names] = [frozenset({name}) for name in names]
     held: list[Names] = [frozenset({name}) if name != REST else _NONE for name in known]
