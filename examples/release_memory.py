@@ -47,6 +47,7 @@ OPTIMIZERS = {
     "spectra_adamw": split_master_weights(spectra_adamw(1e-3, momentum=Spectrum(values=Companded()))),
 }
 NAMES = list(OPTIMIZERS)
+STEPS = ["ordinary", "released"]
 CLIPS = {"none": None, "exact": ExactClip(1.0), "lagged": LaggedClip(1.0)}
 
 
@@ -57,6 +58,7 @@ def main(
     dtype: Annotated[str, typer.Option(help="Of weights and gradients.")] = "bfloat16",
     sequences: Annotated[int, typer.Option(help="Per step.")] = 16,
     length: Annotated[int, typer.Option(help="Tokens of a sequence.")] = 128,
+    kinds: Annotated[list[str], typer.Option("--step", help="ordinary, released; repeatable.")] = STEPS,
     unrolled: Annotated[bool, typer.Option(help="Layers that are written out.")] = False,
     clip: Annotated[str, typer.Option(help=f"One of {', '.join(CLIPS)}.")] = "none",
     timed: Annotated[bool, typer.Option("--time", help="Run the steps, on the CPU, and print their times.")] = False,
@@ -69,7 +71,7 @@ def main(
     batch = jax.ShapeDtypeStruct((sequences, length + 1), "int32", sharding=sharded(place, (0, None)))
     table = Table("optimizer", "step", "weights and state", "temporaries, MB", "peak, bytes per parameter", "ms")
     for name in only:
-        for kind in ("ordinary", "released"):
+        for kind in kinds:
             step, state = step_of(kind, decoder, OPTIMIZERS[name], params, place, unrolled, CLIPS[clip])
             compiled = jax.jit(step, donate_argnums=(0, 1)).lower(params, state, batch).compile()
             m, share = compiled.memory_analysis(), chips / count
