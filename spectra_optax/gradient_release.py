@@ -12,6 +12,7 @@ left off.
 Source: Lv et al. 2023 (arXiv:2306.09782) and FlashOptim (arXiv:2602.23349), which use hooks of PyTorch.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -103,8 +104,9 @@ def gradient_release(
             first, total = walk.norm(params, saved, ct)
             norm = jnp.sqrt(total + squares(complete(first)))
             ct, norm = in_turn(ct, norm)  # or XLA takes the gradients of the first way back and holds them
-        scale = lambda gradients: gradients if clip is None else clipped(gradients, norm, clip.max_norm)
-
+        scale = lambda gradients: gradients
+        if clip is not None and norm is not None:
+            scale = functools.partial(clipped, norm=norm, max_norm=clip.max_norm)
         update, like = walk.traced(tx, params, inner)
         leaves, treedef = jax.tree.flatten((params, inner))
         leaves, ct, total = walk.backward(update, like, leaves, saved, ct, scale)

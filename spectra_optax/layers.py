@@ -74,7 +74,7 @@ class Stacked:
         x, residuals = jax.lax.scan(body, x, at(params, self._path))
         return x, Saved(residuals, structure, weights, x)
 
-    def norm(self, params: Any, saved: Saved, ct: Any) -> tuple[Any, jax.Array]:
+    def norm(self, params: Any, saved: Any, ct: Any) -> tuple[Any, jax.Array]:
         """Goes back through the layers; returns the cotangent and the sum of the gradients' squares."""
         stack = jax.tree.leaves(at(params, self._path))
 
@@ -93,7 +93,7 @@ class Stacked:
         leaves = _replaced(leaves, self._places, _slices([leaves[i] for i in self._places], 0))
         return PartialUpdate(tx, *treedef.unflatten(leaves)), leaves
 
-    def backward(self, update: PartialUpdate, like, leaves: list[Any], saved: Saved, ct: Any, scale: Scale) -> Back:
+    def backward(self, update: PartialUpdate, like, leaves: list[Any], saved: Any, ct: Any, scale: Scale) -> Back:
         """Goes back through the layers and updates each; `like` is from `traced`."""
 
         def body(t, carry):
@@ -155,7 +155,7 @@ class Listed:
             pullbacks.append(pullback)
         return x, pullbacks
 
-    def norm(self, params: Any, saved: list[Any], ct: Any) -> tuple[Any, jax.Array]:
+    def norm(self, params: Any, saved: Any, ct: Any) -> tuple[Any, jax.Array]:
         """Goes back through the layers; returns the cotangent and the sum of the gradients' squares."""
         del params
         total = jnp.zeros([], jnp.float32)
@@ -168,7 +168,7 @@ class Listed:
         """The optimizer's step, and all leaves."""
         return PartialUpdate(tx, params, state), jax.tree.leaves((params, state))
 
-    def backward(self, update: PartialUpdate, like, leaves: list[Any], saved: list[Any], ct: Any, scale: Scale) -> Back:
+    def backward(self, update: PartialUpdate, like, leaves: list[Any], saved: Any, ct: Any, scale: Scale) -> Back:
         """Goes back through the layers and updates each; `like` is from `traced`."""
         total = jnp.zeros([], jnp.float32)
         for path, pullback in zip(reversed(self._paths), reversed(saved), strict=True):
