@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import optax
 
 from spectra_optax import arguments
-from spectra_optax.layers import Listed, Stacked, in_turn
+from spectra_optax.layers import Listed, Stacked, after
 from spectra_optax.norm_clip import Clip, ExactClip, LaggedClip, LaggedClipState, clipped, squares
 
 Step = Callable[[Any, Any, Any], tuple[Any, Any, jax.Array, Any]]
@@ -103,7 +103,7 @@ def gradient_release(
         if isinstance(clip, ExactClip):
             first, total = walk.norm(params, saved, ct)
             norm = jnp.sqrt(total + squares(complete(first)))
-            ct, norm = in_turn(ct, norm)  # or XLA takes the gradients of the first way back and holds them
+            ct = after(ct, norm)
         scale = lambda gradients: gradients
         if clip is not None and norm is not None:
             scale = functools.partial(clipped, norm=norm, max_norm=clip.max_norm)

@@ -161,7 +161,7 @@ class Listed:
         total = jnp.zeros([], jnp.float32)
         for pullback in reversed(saved):
             gradients, ct = pullback(ct)
-            ct, total = in_turn(ct, total + squares(gradients))
+            ct, total = _in_turn(ct, total + squares(gradients))
         return ct, total
 
     def traced(self, tx: optax.GradientTransformation, params: Any, state: Any) -> tuple[PartialUpdate, list[Any]]:
@@ -175,7 +175,7 @@ class Listed:
             gradients, ct = pullback(ct)
             gradients, places = jax.tree.leaves(gradients), self._places[path]
             new = update.run(places, scale(gradients), like)
-            ct, (new, total) = in_turn(ct, (new, total + squares(gradients)))
+            ct, (new, total) = _in_turn(ct, (new, total + squares(gradients)))
             leaves = _replaced(leaves, places, new)
         return leaves, ct, total
 
@@ -188,7 +188,16 @@ def _pulled_back(one: list[jax.Array], residuals: list[jax.Array], saved: Saved,
     return [g[None] for g in jax.tree.leaves(gradients)], _moving(ct)
 
 
-def in_turn(ct: Any, results: Any) -> tuple[Any, Any]:
+def after(ct: Any, norm: jax.Array) -> Any:
+    """The cotangent, NaN where the norm is.
+
+    Depending on the norm, the second way back can neither share the gradients of the first nor run ahead of it, even
+    where XLA drops barriers, as it does for CPUs.
+    """
+    return _cotangent(ct, [jnp.where(norm == norm, c, jnp.full_like(c, jnp.nan)) for c in _moving(ct)])
+
+
+def _in_turn(ct: Any, results: Any) -> tuple[Any, Any]:
     """Has whatever is computed from the cotangent wait for the results."""
     moving, results = jax.lax.optimization_barrier((_moving(ct), results))
     return _cotangent(ct, moving), results
