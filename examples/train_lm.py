@@ -46,6 +46,7 @@ def main(
     weights: Annotated[
         str, option("float32, or bfloat16 with a split or flash optimizer.", "Optimizer")
     ] = Recipe.weights,
+    release_gradients: Annotated[bool, option("Update each block on the way back.", "Optimizer")] = False,
     steps: Annotated[int, option("Training steps.", "Run")] = Recipe.steps,
     batch: Annotated[int, option("Sequences per step.", "Run")] = Recipe.batch,
     seed: Annotated[int, option("Of the weights and the order of the text.", "Run", min=0)] = 0,
@@ -64,7 +65,7 @@ def main(
         factories = {name: optimizer_named(name) for name in optimizer}
         corpus = load_corpus(text, tokens, context)
         model = ModelConfig(corpus.vocabulary, layers, width, heads, context)
-        recipe = Recipe(model, steps, batch, b1, b2, weight_decay, clip, weights)
+        recipe = Recipe(model, steps, batch, b1, b2, weight_decay, clip, weights, release=release_gradients)
         for make_optimizer in factories.values():
             jax.eval_shape(lambda make_optimizer=make_optimizer: init_state(recipe, make_optimizer, seed))
         settings = settings_of(recipe, corpus, learning_rate=learning_rate, seed=seed)

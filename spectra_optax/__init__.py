@@ -12,6 +12,7 @@ from spectra_optax.flash import flash_adamw as flash_adamw
 from spectra_optax.flash import flash_lion as flash_lion
 from spectra_optax.flash import flash_sgd as flash_sgd
 from spectra_optax.fused_step import fused_step as fused_step
+from spectra_optax.gradient_release import gradient_release as gradient_release
 from spectra_optax.leaves import LeafRules as LeafRules
 from spectra_optax.memory import (
     MemoryRow as MemoryRow,
@@ -25,6 +26,9 @@ from spectra_optax.memory import (
 from spectra_optax.memory import (
     state_bytes as state_bytes,
 )
+from spectra_optax.norm_clip import ExactClip as ExactClip
+from spectra_optax.norm_clip import LaggedClip as LaggedClip
+from spectra_optax.norm_clip import LaggedClipState as LaggedClipState
 from spectra_optax.optimizers import FullMomentum as FullMomentum
 from spectra_optax.optimizers import spectra_adamw as spectra_adamw
 from spectra_optax.planning import plan as plan

@@ -18,7 +18,7 @@ Arrays = Mapping[str, jax.Array]
 
 def map_nodes(rule: Callable[[dict[str, Any]], Mapping[str, Any]], state: Any) -> Any:
     """Rewrites every node with named fields: `rule(fields)` gives the fields it replaces, the others are walked."""
-    keys, children, treedef = _opened(state)
+    keys, children, treedef = opened(state)
     if not keys:
         return state
     fields = {key.name: child for key, child in zip(keys, children, strict=True) if _is_field(key)}
@@ -89,7 +89,7 @@ def owner(path: tuple[Any, ...], leaves: Container[tuple[Any, ...]]) -> tuple[An
     return next((path[i:] for i in range(1, len(path) + 1) if path[i:] in leaves), None)
 
 
-def _opened(node: Any) -> tuple[list[Any], list[Any], Any]:
+def opened(node: Any) -> tuple[list[Any], list[Any], Any]:
     """Keys and children of a node, one level deep; no keys if it is a leaf."""
     flat, treedef = jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda child: child is not node)
     return [path[0] for path, _ in flat if path], [child for path, child in flat if path], treedef

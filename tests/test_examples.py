@@ -184,3 +184,12 @@ def test_linen_example_prints_both_state_sizes():
     assert adamw.startswith("adamw: ")
     assert "8.00 per parameter" in adamw
     assert spectra.startswith("spectra_adamw: ")
+
+
+def test_released_gradients_train_alike(text):
+    corpus = load_corpus(text, "byte", MODEL.context)
+    losses = [
+        train(dataclasses.replace(RECIPE, release=release), corpus, optimizer_named("adamw"), learning_rate=1e-2)
+        for release in (False, True)
+    ]
+    np.testing.assert_allclose(losses[1].history.losses, losses[0].history.losses, rtol=1e-4)

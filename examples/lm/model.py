@@ -5,6 +5,7 @@ the shapes in which an optimizer meets the matrices of a large model.
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -97,3 +98,25 @@ def mean_loss(config: ModelConfig, params: nnx.State, windows: jax.Array) -> jax
     graph = nnx.graphdef(nnx.eval_shape(lambda: GPT(config, nnx.Rngs(0))))
     logits = nnx.merge(graph, params)(windows[:, :-1])
     return optax.softmax_cross_entropy_with_integer_labels(logits, windows[:, 1:]).mean()
+
+
+def parts(config: ModelConfig) -> dict[str, Any]:
+    """The same loss in the parts that `gradient_release` asks for: a block is a layer, listed under its own path."""
+    network = nnx.eval_shape(lambda: GPT(config, nnx.Rngs(0)))
+
+    def merged(module: nnx.Module, params):
+        return nnx.merge(nnx.graphdef(module), jax.tree.map(lambda param: param.astype("float32"), params))
+
+    def embed(params, windows):
+        tokens, positions = (merged(getattr(network, name), params[name]) for name in ("tokens", "positions"))
+        return tokens(windows[:, :-1]) + positions(jnp.arange(windows.shape[1] - 1))[None]
+
+    def layer(params, x):
+        return merged(network.blocks[0], params)(x)
+
+    def head_loss(params, x, windows):
+        norm, head = (merged(getattr(network, name), params[name]) for name in ("norm", "head"))
+        return optax.softmax_cross_entropy_with_integer_labels(head(norm(x)), windows[:, 1:]).mean()
+
+    paths = [f"blocks/{i}" for i in range(config.layers)]
+    return {"embed": embed, "layer": layer, "head_loss": head_loss, "layers": paths}

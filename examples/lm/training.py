@@ -11,10 +11,10 @@ import jax
 import numpy as np
 import optax
 
-from spectra_optax import state_bytes, with_master_weights
+from spectra_optax import ExactClip, gradient_release, state_bytes, with_master_weights
 
 from .data import Corpus
-from .model import ModelConfig, init_params, mean_loss
+from .model import ModelConfig, init_params, mean_loss, parts
 
 SMOOTHING = 10
 EARLY_STEP = 40
@@ -39,6 +39,7 @@ class Recipe:
       warmup: Part of the steps in which the learning rate rises; after it, a cosine takes it to a tenth.
       evaluations: How often the validation loss is measured, the last time at the end.
       validation_windows: Size of the validation set, of which evaluations before the last take every eighth window.
+      release: Whether each block is updated on the way back, so that gradients never exist all at once.
     """
 
     model: ModelConfig
@@ -52,6 +53,7 @@ class Recipe:
     warmup: float = 0.1
     evaluations: int = 5
     validation_windows: int = 512
+    release: bool = False
 
     def __post_init__(self):
         for name in ("steps", "batch", "evaluations", "validation_windows"):
@@ -178,17 +180,18 @@ def train(
 
 def optimizer(recipe: Recipe, make_optimizer: MakeOptimizer, learning_rate) -> optax.GradientTransformation:
     """The optimizer under the recipe's schedule, behind the clipping that every optimizer gets."""
+    return optax.chain(optax.clip_by_global_norm(recipe.clip), _scheduled(recipe, make_optimizer, learning_rate))
+
+
+def _scheduled(recipe: Recipe, make_optimizer: MakeOptimizer, learning_rate) -> optax.GradientTransformation:
     warmup = int(recipe.warmup * recipe.steps)
     shape = optax.warmup_cosine_decay_schedule(0.0, 1.0, warmup, recipe.steps, end_value=0.1)
-    return optax.chain(
-        optax.clip_by_global_norm(recipe.clip),
-        make_optimizer(
-            lambda count: learning_rate * shape(count + 1),
-            b1=recipe.b1,
-            b2=recipe.b2,
-            weight_decay=recipe.weight_decay,
-            mask=_matrices,
-        ),
+    return make_optimizer(
+        lambda count: learning_rate * shape(count + 1),
+        b1=recipe.b1,
+        b2=recipe.b2,
+        weight_decay=recipe.weight_decay,
+        mask=_matrices,
     )
 
 
@@ -215,10 +218,20 @@ def train_step(recipe: Recipe, make_optimizer: MakeOptimizer, state: TrainState,
 
     The learning rate is an argument like any other, so one compiled step serves every rate.
     """
+    if recipe.release:
+        return _released_step(recipe, _scheduled(recipe, make_optimizer, learning_rate), state, batch)
     loss, grads = jax.value_and_grad(functools.partial(mean_loss, recipe.model))(state.params, batch)
     tx = optimizer(recipe, make_optimizer, learning_rate)
     updates, optimizer_state = tx.update(grads, state.optimizer, state.params)
     return TrainState(optax.apply_updates(state.params, updates), optimizer_state), loss
+
+
+def _released_step(recipe: Recipe, tx: optax.GradientTransformation, state: TrainState, batch):
+    """The same step and state: the clipping, which comes first in the chain, has none."""
+    step = gradient_release(tx, state.params, **parts(recipe.model), clip=ExactClip(recipe.clip))
+    clip_state, inner = state.optimizer
+    params, inner, loss, _ = step(state.params, inner, batch)
+    return TrainState(params, (clip_state, inner)), loss
 
 
 def evaluation_steps(recipe: Recipe) -> set[int]:
