@@ -20,7 +20,7 @@ from spectra_optax.kernels import program as programs
 from spectra_optax.kernels import tiles
 from spectra_optax.kernels.shards import NotLocalError, layout_of
 from spectra_optax.leaves import Leaf, LeafRules, inexact
-from spectra_optax.lift import leaves_of
+from spectra_optax.lift import is_box, leaves_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,6 +103,9 @@ def on_tiles(
     `shardings` says how the parameters are laid out where their types do not.
     """
     gradients, treedef = jax.tree.flatten(updates)
+    if shardings is not None and len(jax.tree.leaves(shardings)) != len(gradients):
+        found = jax.tree.structure(shardings)
+        raise ValueError(f"shardings must be a tree like the parameters, {treedef}, got {found}.")
     decided = list(zip(*(leaves_of(updates, rules) for rules in local.rules), strict=True))
     keyed, state_def = jax.tree_util.tree_flatten_with_path(state)
     held = dict(keyed)
@@ -151,19 +154,20 @@ class _Whole(NamedTuple):
         if self.local.prepared is not None:
             state, restore = self.local.prepared(g, state, layout)
         arrays, state_def = jax.tree.flatten(state)
+        params, bare = _bare(params), jax.tree.structure(_bare(state))
         cut = tiles.grid(leaf.shape, block, [g, *arrays, p], layout)
         tile = jax.tree.map(lambda x: jax.ShapeDtypeStruct(cut.tile, x.dtype), params)
         if not all(_is_elementwise(piece, params, tile) for piece in self.local.elementwise):
             raise NotLocalError("A piece of the transformation does more than combine numbers of the same place.")
         tx = self.local.build(TileRules(block=block))
         views, tile_def = jax.tree.flatten(jax.eval_shape(tx.init, tile))
-        if tile_def != state_def:
+        if tile_def != bare:
             raise NotLocalError("The state of a tile is built otherwise than that of the matrix.")
 
         def rule(g, *rest):
             *arrays, p = rest
             tree = jax.tree.structure(params).unflatten
-            out, new = self.finished(*tx.update(tree([g]), state_def.unflatten(arrays), tree([p])), tree([p]))
+            out, new = self.finished(*tx.update(tree([g]), bare.unflatten(arrays), tree([p])), tree([p]))
             return [*jax.tree.leaves(new), *jax.tree.leaves(out)]
 
         shapes = [cut.tile, *(view.shape for view in views), cut.tile]
@@ -223,6 +227,11 @@ def _only(tree: Any, keep: set[int]) -> Any:
     """A tree with `optax.MaskedNode()` in place of all leaves but those numbered."""
     leaves, treedef = jax.tree.flatten(tree)
     return treedef.unflatten([x if i in keep else optax.MaskedNode() for i, x in enumerate(leaves)])
+
+
+def _bare(tree: Any) -> Any:
+    """A tree without boxes, which fit no tile."""
+    return jax.tree.map(lambda node: (jax.tree.leaves(node) or [optax.MaskedNode()])[0], tree, is_leaf=is_box)
 
 
 def _by_path(tree: Any) -> dict[Any, Any]:

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from spectra_optax import (
@@ -253,8 +254,24 @@ def test_programs_are_flat_and_scalars_come_first():
     assert programs.elementwise(programs.program(lambda x, s: [x.T], arguments)) is None
 
 
-def test_fused_step_refuses_what_is_no_transformation():
+def test_wrong_arguments_are_refused(kernels):
+    tx, params = flash_lion(1e-2), drawn("bfloat16")
+    mesh = jax.make_mesh((1,), ("x",))
+    with pytest.raises(ValueError, match="shardings must be a tree like the parameters"):
+        fused_step(tx, shardings={"wide": NamedSharding(mesh, PartitionSpec())})(params, tx.init(params), params)
     with pytest.raises(ValueError, match="needs a transformation"):
         fused_step()
     with pytest.raises(TypeError, match="transformations must be a GradientTransformation"):
         fused_step(1e-3)
+
+
+@pytest.mark.parametrize("name", ["flash_adamw", "split_spectra_adamw"])
+def test_boxed_parameters_run_on_tiles(name, kernels, monkeypatch):
+    tx, dtype = flash_lion(1e-2) if name == "flash_adamw" else OPTIMIZERS[name][0], jnp.bfloat16
+    model = nnx.Linear(256, 128, rngs=nnx.Rngs(0), param_dtype=dtype)
+    params = nnx.state(model, nnx.Param)
+    assert launches(two_calls(tx), tx, params) == (3 if "spectra" in name else 1)
+    got = jax.jit(two_calls(tx))(params, tx.init(params), params)
+    expected = jax.jit(plainly(tx))(params, tx.init(params), params)
+    assert jax.tree.structure(got) == jax.tree.structure(expected)
+    assert_same(got, expected)
