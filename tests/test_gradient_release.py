@@ -201,6 +201,7 @@ def test_split_weights_in_bfloat16(tx):
     assert_close(master_weights(*released[:2]), master_weights(*ordinary[:2]), rtol=1e-2)
 
 
+@pytest.mark.slow
 def test_either_step_goes_on_where_the_other_left_off():
     tx, params = flash_adamw(1e-2), make_params()
     released, ordinary = gradient_release(tx, params, **MODEL), ordinary_step(tx)
@@ -222,7 +223,7 @@ def test_integers_travel_with_the_activations():
     assert aux is None
 
 
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("kind", [pytest.param(AxisType.Auto, marks=pytest.mark.slow), AxisType.Explicit])
 def test_sharded(kind):
     """On a mesh, parameters and state stay where they were and get the numbers of one device."""
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(kind, kind))
@@ -296,7 +297,7 @@ def test_listed_layers_give_the_ordinary_numbers(name):
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("layers", ["layers", PATHS], ids=["stacked", "listed"])
+@pytest.mark.parametrize("layers", [pytest.param("layers", marks=pytest.mark.slow), PATHS], ids=["stacked", "listed"])
 def test_exact_clip_is_optax_clip(layers):
     inner, is_stacked = optax.adamw(1e-2), layers == "layers"
     clipped = optax.chain(optax.clip_by_global_norm(0.1), inner)
@@ -308,6 +309,7 @@ def test_exact_clip_is_optax_clip(layers):
     assert_close(found[0], expected[0], rtol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layers", ["layers", PATHS], ids=["stacked", "listed"])
 def test_lagged_clip_takes_the_norm_of_the_step_before(layers):
     tx = optax.sgd(0.5)
