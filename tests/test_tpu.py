@@ -25,7 +25,7 @@ from spectra_optax.backend import compiling_for
 
 pytest.importorskip("libtpu")
 os.environ |= {"TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "benchmarks"))
 
 from bytes_moved import compiled_step, hbm_bytes, placed, two_calls
 

@@ -1,17 +1,19 @@
 """Bytes that a step of an optimizer moves through the memory of a TPU or an H100, from their compilers, without either.
 
     pip install 'jax[tpu]'
-    python examples/bytes_moved.py --target v5e
+    python examples/benchmarks/bytes_moved.py --target v5e
     pip install 'jax[cuda13]'
-    python examples/bytes_moved.py --target h100 --dtype bfloat16
+    python examples/benchmarks/bytes_moved.py --target h100 --dtype bfloat16
 
 XLA compiles a step, parameters and state donated, ahead of time: `fused_step`, and beside it `update` followed by
 `optax.apply_updates`. Counted are the operands and results of every instruction of the program that runs, loops once;
 the least possible is every input read once and every output written once.
 """
 
+import json
 import os
 import re
+from pathlib import Path
 from typing import Annotated
 
 os.environ["JAX_PLATFORMS"] = "cpu"
@@ -72,11 +74,12 @@ def main(
     size: Annotated[int, typer.Option(help="Rows and columns of the one matrix.")] = 4096,
     dtype: Annotated[str, typer.Option(help="Of parameters and gradients.")] = "float32",
     only: Annotated[list[str], typer.Option(help="Optimizers to compile; repeatable.")] = NAMES,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Where to write the figures too.")] = None,
 ) -> None:
     """Prints a table; ratios are to what float32 AdamW moves at the least."""
     place, adamw = placed(target), 7 * 4 * size**2
     columns = ("least, MB", "moved, MB", "of AdamW's least", "through main memory", "temporaries, MB")
-    table = Table("optimizer", "step", *columns)
+    table, figures = Table("optimizer", "step", *columns), []
     for name in only:
         for kind, step_of in STEPS.items():
             tx, param = OPTIMIZERS[name], jax.ShapeDtypeStruct((size, size), dtype, sharding=place)
@@ -86,7 +89,11 @@ def main(
             temporaries = compiled.memory_analysis().temp_size_in_bytes
             shares = (f"{moved / adamw:.2f}", f"{hbm / adamw:.2f}")
             table.add_row(name, kind, f"{least / 1e6:.1f}", f"{moved / 1e6:.1f}", *shares, f"{temporaries / 1e6:.0f}")
+            named = {"optimizer": name, "step": kind, "target": target, "dtype": dtype, "size": size}
+            figures.append(named | {"least": least, "moved": moved, "main_memory": hbm, "temporaries": temporaries})
     Console(width=120).print(table)
+    if json_file is not None:
+        json_file.write_text(json.dumps(figures, indent=2))
 
 
 def placed(target: str) -> NamedSharding:

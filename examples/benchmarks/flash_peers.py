@@ -1,7 +1,7 @@
 """FlashOptim's AdamW here and in `flashoptim-jax`, in one run: bytes of state, time of a step, error against float32.
 
     pip install flashoptim-jax==0.1.0
-    python examples/flash_peers.py
+    python examples/benchmarks/flash_peers.py
 
 Both train the same bfloat16 weights with the same bfloat16 gradients; the error is the distance of their float32
 weights from those of `optax.adamw` in float32, as a share of the way those went.

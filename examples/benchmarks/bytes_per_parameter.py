@@ -1,6 +1,6 @@
 """Bytes per parameter while training, by what holds them, from shapes alone.
 
-python examples/bytes_per_parameter.py
+python examples/benchmarks/bytes_per_parameter.py
 """
 
 import jax
