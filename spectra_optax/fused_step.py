@@ -57,10 +57,10 @@ def fused_step(*transformations: optax.GradientTransformation, shardings: Any = 
             updates, state = whole.update(gradients, state, params, **extra_args)
             return optax.apply_updates(params, updates), state
         if not before:
-            return tiling.on_tiles(last.plain, last.local, gradients, state, params, apply=True, shardings=shardings)
+            return tiling.on_tiles(last, gradients, state, params, apply=True, shardings=shardings)
         *states, own = state
         updates, others = first.update(gradients, tuple(states), params)
-        params, own = tiling.on_tiles(last.plain, last.local, updates, own, params, apply=True, shardings=shardings)
+        params, own = tiling.on_tiles(last, updates, own, params, apply=True, shardings=shardings)
         return params, (*tuple(others), own)
 
     return step

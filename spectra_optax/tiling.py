@@ -68,7 +68,7 @@ class Tiled(optax.GradientTransformationExtraArgs):
     """
 
     plain: optax.GradientTransformationExtraArgs
-    local: Local
+    local: Local | None = None
 
 
 def tiled(plain: optax.GradientTransformation, local: Local) -> Tiled:
@@ -78,11 +78,16 @@ def tiled(plain: optax.GradientTransformation, local: Local) -> Tiled:
     def update(updates, state, params=None, **extra_args):
         if extra_args or params is None or not runs_kernels():
             return plain.update(updates, state, params, **extra_args)
-        return on_tiles(plain, local, updates, state, params, apply=False)
+        return on_tiles(made, updates, state, params, apply=False)
 
     made = Tiled(plain.init, update)
     made.plain, made.local = plain, local
     return made
+
+
+def local_of(tx: optax.GradientTransformation) -> Local | None:
+    """How a transformation looks on tiles, if it is known."""
+    return tx.local if isinstance(tx, Tiled) else None
 
 
 def runs_kernels() -> bool:
@@ -92,82 +97,75 @@ def runs_kernels() -> bool:
 
 def untiled(tx: optax.GradientTransformation) -> optax.GradientTransformation:
     """A transformation without kernels, for a place inside another one."""
-    return tx.plain if isinstance(tx, Tiled) else tx
+    return tx.plain if isinstance(tx, Tiled) and tx.local is not None else tx
 
 
-def on_tiles(
-    plain: optax.GradientTransformation, local: Local, updates, state, params, *, apply: bool, shardings: Any = None
-):
+def on_tiles(tx: Tiled, updates, state, params, *, apply: bool, shardings: Any = None):
     """The update, or with `apply` the new parameters, and the new state; every matrix that can be is run on tiles.
 
-    `shardings` says how the parameters are laid out where their types do not.
+    The plain formula is written for all leaves; what is not used of it, XLA drops. `shardings` says how the parameters
+    are laid out where their types do not.
     """
+    local = tx.local
+    assert local is not None
     gradients, treedef = jax.tree.flatten(updates)
     if shardings is not None and len(jax.tree.leaves(shardings)) != len(gradients):
         found = jax.tree.structure(shardings)
         raise ValueError(f"shardings must be a tree like the parameters, {treedef}, got {found}.")
-    decided = list(zip(*(leaves_of(updates, rules) for rules in local.rules), strict=True))
-    keyed, state_def = jax.tree_util.tree_flatten_with_path(state)
-    held = dict(keyed)
-    whole = _Whole(plain, local, updates, params, held, apply, shardings)
-    outputs, new, left = list(gradients), dict(held), set(range(len(gradients)))
-    for i, leaves in enumerate(decided):
-        block = _block(local, leaves)
-        if block is None:
-            continue
+    out, new = tx.plain.update(updates, state, params)
+    outputs = jax.tree.leaves(optax.apply_updates(params, out) if apply else out)
+    keyed, state_def = jax.tree_util.tree_flatten_with_path(new)
+    held, new = _by_path(state), dict(keyed)
+    decided = zip(*(leaves_of(updates, rules) for rules in local.rules), strict=True)
+    blocks = {i: (leaves[0], _block(local, leaves)) for i, leaves in enumerate(decided)}
+    blocks = {i: (leaf, block) for i, (leaf, block) in blocks.items() if block is not None}
+    step = _Step(tx.plain, local, updates, params, held, _meanings(local, params), apply, shardings)
+    for i, (leaf, block) in blocks.items():
         try:
-            outputs[i], changed = whole.tiled(i, leaves[0], block)
-        except NotLocalError:
-            continue
-        new |= changed
-        left.discard(i)
-    if len(left) == len(gradients):
-        return whole.finished(*plain.update(updates, state, params))
-    if left:
-        try:
-            others, changed = whole.plainly(left)
-        except NotLocalError:  # the plain transformation says what is wrong with the state
-            return whole.finished(*plain.update(updates, state, params))
-        new |= changed
-        for i, output in zip(sorted(left), others, strict=True):
-            outputs[i] = output
+            outputs[i], changed = step.tiled(i, leaf, block)
+        except (NotLocalError, AttributeError, KeyError, TypeError, ValueError):
+            continue  # functions of the whole tree may not bear one of a single leaf
+        new |= {path: array for path, array in changed.items() if array.ndim}
     return treedef.unflatten(outputs), state_def.unflatten([new[path] for path, _ in keyed])
 
 
-class _Whole(NamedTuple):
-    """A step of all leaves, of which some are taken at a time."""
+class _Step(NamedTuple):
+    """A step of all leaves, of which one is taken at a time."""
 
     plain: optax.GradientTransformation
     local: Local
     updates: Any
     params: Any
     held: dict[Any, jax.Array]  # the state's arrays by path
+    meanings: list[dict[Any, int | None]]  # of the results of each elementwise piece, by path
     apply: bool
     shardings: Any
 
     def tiled(self, i: int, leaf: Leaf, block: int) -> tuple[jax.Array, dict[Any, jax.Array]]:
         """The output of leaf `i` and the state beside it, computed on tiles."""
-        updates, params = _only(self.updates, {i}), _only(self.params, {i})
+        updates, params = _only(self.updates, i), _only(self.params, i)
         state, restore = self._state(params), lambda new: new
         [g], [p] = jax.tree.leaves(updates), jax.tree.leaves(params)
         layout = layout_of(p, None if self.shardings is None else jax.tree.leaves(self.shardings)[i])
         if self.local.prepared is not None:
             state, restore = self.local.prepared(g, state, layout)
         arrays, state_def = jax.tree.flatten(state)
-        params, bare = _bare(params), jax.tree.structure(_bare(state))
         cut = tiles.grid(leaf.shape, block, [g, *arrays, p], layout)
-        tile = jax.tree.map(lambda x: jax.ShapeDtypeStruct(cut.tile, x.dtype), params)
-        if not all(_is_elementwise(piece, params, tile) for piece in self.local.elementwise):
-            raise NotLocalError("A piece of the transformation does more than combine numbers of the same place.")
+        boxed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(cut.tile, x.dtype), params)
+        for whole, tile in zip(self.meanings, _meanings(self.local, boxed), strict=True):
+            if any(meaning is None or whole[path] != meaning for path, meaning in tile.items()):
+                raise NotLocalError("A piece of the transformation does more than combine numbers of the same place.")
+        params, bare = _bare(params), jax.tree.structure(_bare(state))
         tx = self.local.build(TileRules(block=block))
-        views, tile_def = jax.tree.flatten(jax.eval_shape(tx.init, tile))
+        views, tile_def = jax.tree.flatten(jax.eval_shape(tx.init, _bare(boxed)))
         if tile_def != bare:
             raise NotLocalError("The state of a tile is built otherwise than that of the matrix.")
 
         def rule(g, *rest):
             *arrays, p = rest
             tree = jax.tree.structure(params).unflatten
-            out, new = self.finished(*tx.update(tree([g]), bare.unflatten(arrays), tree([p])), tree([p]))
+            out, new = tx.update(tree([g]), bare.unflatten(arrays), tree([p]))
+            out = optax.apply_updates(tree([p]), out) if self.apply else out
             return [*jax.tree.leaves(new), *jax.tree.leaves(out)]
 
         shapes = [cut.tile, *(view.shape for view in views), cut.tile]
@@ -175,21 +173,8 @@ class _Whole(NamedTuple):
         *new, out = tiles.run(rule, cut, [g, *arrays, p], shapes, like)
         return out, _by_path(restore(state_def.unflatten(new)))
 
-    def plainly(self, left: set[int]) -> tuple[list[jax.Array], dict[Any, jax.Array]]:
-        """The outputs of some leaves and the state beside them, by the plain transformation."""
-        updates, params = _only(self.updates, left), _only(self.params, left)
-        # Under jit the state's description of its leaves, which are others now, is compared by its length only.
-        step = jax.jit(lambda *step: self.finished(*self.plain.update(*step), step[-1]))
-        out, new = step(updates, self._state(params), params)
-        return jax.tree.leaves(out), _by_path(new)
-
-    def finished(self, updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        """What a step returns."""
-        params = self.params if params is None else params
-        return (optax.apply_updates(params, updates) if self.apply else updates), state
-
     def _state(self, params: Any) -> Any:
-        """The part of the state that stands beside some of the parameters."""
+        """The part of the state that stands beside one of the parameters."""
         keyed, treedef = jax.tree_util.tree_flatten_with_path(jax.eval_shape(self.plain.init, params))
         kind = lambda x: (x.shape, x.dtype)
         if any(path not in self.held or kind(self.held[path]) != kind(x) for path, x in keyed):
@@ -207,26 +192,24 @@ def _block(local: Local, leaves: Sequence[Leaf]) -> int | None:
     return block if block is not None and leaves[0].shape[-2] % block == 0 else None
 
 
-def _is_elementwise(piece: optax.GradientTransformation, params: Any, tile: Any) -> bool:
-    """Whether a transformation treats a leaf elementwise, and a tile of it in the same way."""
+def _meanings(local: Local, params: Any) -> list[dict[Any, int | None]]:
+    """What each elementwise piece computes for parameters like these: by path, `programs.meanings`."""
 
-    def operations(like):
-        like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.float32), like)
-        flat, treedef = jax.tree.flatten((like, jax.eval_shape(piece.init, like), like))
+    def of(piece):
+        like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.float32), params)
+        keyed, treedef = jax.tree_util.tree_flatten_with_path((like, jax.eval_shape(piece.init, like), like))
         update = lambda *arrays: jax.tree.leaves(piece.update(*treedef.unflatten(arrays)))
-        return programs.elementwise(programs.program(update, flat))
+        traced = programs.program(update, [x for _, x in keyed])
+        results = _by_path(jax.eval_shape(piece.update, *treedef.unflatten([x for _, x in keyed])))
+        return dict(zip(results, programs.meanings(traced, [str(path) for path, _ in keyed]), strict=True))
 
-    try:
-        whole = operations(params)
-        return whole is not None and whole == operations(tile)
-    except (TypeError, ValueError):  # one that holds an array of the whole matrix's shape
-        return False
+    return [of(piece) for piece in local.elementwise]
 
 
-def _only(tree: Any, keep: set[int]) -> Any:
-    """A tree with `optax.MaskedNode()` in place of all leaves but those numbered."""
+def _only(tree: Any, i: int) -> Any:
+    """A tree with `optax.MaskedNode()` in place of all leaves but one."""
     leaves, treedef = jax.tree.flatten(tree)
-    return treedef.unflatten([x if i in keep else optax.MaskedNode() for i, x in enumerate(leaves)])
+    return treedef.unflatten([x if j == i else optax.MaskedNode() for j, x in enumerate(leaves)])
 
 
 def _bare(tree: Any) -> Any:

@@ -36,6 +36,7 @@ EIGHT_BITS = {"mu": Companded(), "nu": Companded("unsigned")}
 # Partly filled tiles in both directions, a stack, and what stays plain.
 SHAPES = {"wide": (768, 160), "stacked": (2, 256, 48), "bias": (48,), "ragged": (130, 40), "embedding": (64, 128)}
 ON_TILES = ("wide", "stacked")
+second_only = lambda params: jax.tree.unflatten(jax.tree.structure(params), [i == 1 for i in range(len(params))])
 flat_only = lambda params: jax.tree.map(lambda p: p.ndim == 2, params)
 # Optimizer, dtype of the parameters.
 OPTIMIZERS = {
@@ -126,12 +127,23 @@ def test_updates_from_tiles_are_the_plain_ones(name, kernels):
         optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-2)),
         optax.adamw(1e-2, mask=lambda params: jax.tree.map(lambda p: p.shape[0] > 600, params)),
         optax.chain(optax.adam(1e-2), optax.stateless(lambda u, p: jax.tree.map(jnp.fliplr, u))),
+        optax.chain(
+            optax.scale_by_adam(), optax.stateless(lambda u, p: jax.tree.map(lambda x: x * x.shape[0] ** -0.5, u))
+        ),
+        optax.multi_transform(
+            {"tall": optax.adam(1e-2), "short": optax.adam(1e-4)},
+            lambda params: jax.tree.map(lambda p: "tall" if p.shape[0] > 600 else "short", params),
+        ),
+        optax.adamw(1e-2, weight_decay=0.5, mask=second_only),
     ],
-    ids=["trust ratio", "global norm", "mask by size", "moves numbers"],
+    ids=[
+        *("trust ratio", "global norm", "mask by size", "moves numbers", "scale by size", "rates by size"),
+        "mask by place",
+    ],
 )
 def test_what_looks_beyond_a_number_is_not_run_on_tiles(inner, kernels):
-    params = drawn(shapes={"kernel": (1024, 300)})
-    tx = compress_state(inner, **EIGHT_BITS)
+    params = drawn(shapes={"first": (64, 32), "kernel": (1024, 300)})
+    tx = compress_state(inner, leaves=LeafRules(dense=lambda path: path == "first"), **EIGHT_BITS)
     assert launches(two_calls(tx), tx, params) == 0
     assert_same(trained(two_calls(tx), tx, params), trained(plainly(tx), tx, params))
 
@@ -141,11 +153,21 @@ def test_what_looks_beyond_a_number_is_not_run_on_tiles(inner, kernels):
     [
         spectra_adamw(1e-2, momentum=Spectrum(mask="energy")),
         spectra_adamw(1e-2, momentum=FullMomentum()),
+        spectra_adamw(1e-2, momentum=Spectrum(lowering="fft")),
+        compress_state(spectra_adamw(1e-2, momentum=Spectrum(dtype="float32")), mu=Companded(group=128)),
         gwt_adamw(1e-2, wavelet=Wavelet(axis=-1)),
         gwt_adamw(1e-2, leaves=LeafRules(axes=lambda path, shape: ((1,), (0,)))),
         compress_state(optax.adam(1e-2), mu=Companded()),
     ],
-    ids=["mask in the state", "whole momentum", "other axis", "transposed", "half precision"],
+    ids=[
+        "mask in the state",
+        "whole momentum",
+        "fft",
+        "groups across blocks",
+        "other axis",
+        "transposed",
+        "half precision",
+    ],
 )
 def test_what_does_not_lie_in_blocks_of_rows_stays_plain(tx, kernels):
     params = drawn("float16" if "CompressedState" in str(tx.init(jnp.ones((64, 64)))) else "float32")
@@ -219,6 +241,20 @@ def test_each_shard_has_a_kernel_of_its_own(name, spec, types, monkeypatch):
     assert_same(jax.device_get(got), jax.device_get(expected))
 
 
+def test_a_mesh_of_one_device(kernels):
+    mesh = jax.make_mesh((1,), ("x",), axis_types=(AxisType.Explicit,))
+    params = jax.device_put(drawn("bfloat16", {"kernel": (128, 64)}), NamedSharding(mesh, PartitionSpec("x")))
+    tx = flash_lion(1e-2)
+    assert launches(fused_step(tx), tx, params) == 1
+    assert_same(trained(fused_step(tx), tx, params), trained(plainly(tx), tx, params))
+
+
+def test_masks_that_cannot_bear_a_single_leaf(kernels):
+    tx = flash_adamw(1e-2, weight_decay=0.5, mask=lambda params: {name: p.ndim > 1 for name, p in params.items()})
+    params = drawn("bfloat16", {"kernel": (128, 64), "bias": (64,)})
+    assert_same(trained(fused_step(tx), tx, params), trained(plainly(tx), tx, params))
+
+
 def test_layouts_that_are_not_known_or_cut_blocks_stay_plain(monkeypatch):
     monkeypatch.setattr(tiling, "runs_kernels", lambda: True)
     tx = flash_adamw(1e-2)
@@ -249,9 +285,13 @@ def test_programs_are_flat_and_scalars_come_first():
     traced = programs.program(lambda x, s: [square(x, s)], arguments)
     assert {e.primitive.name for e in traced.before} >= {"add", "integer_pow"} or traced.before
     assert all("jit" not in e.primitive.name and "call" not in e.primitive.name for e in traced.inside)
-    assert programs.elementwise(traced)
-    assert programs.elementwise(programs.program(lambda x, s: [x - x.mean()], arguments)) is None
-    assert programs.elementwise(programs.program(lambda x, s: [x.T], arguments)) is None
+    meaning = lambda rule, of=arguments: programs.meanings(programs.program(rule, of), ["x", "s"])
+    [known], wide = meaning(lambda x, s: [square(x, s)]), [jax.ShapeDtypeStruct((6, 9), "float32"), arguments[1]]
+    assert known is not None
+    assert meaning(lambda x, s: [square(x, s)], wide) == [known]
+    assert meaning(lambda x, s: [square(x, 2 * s)]) != [known]
+    assert meaning(lambda x, s: [x * x.shape[0]], wide) != meaning(lambda x, s: [x * x.shape[0]])
+    assert meaning(lambda x, s: [x - x.mean()]) == meaning(lambda x, s: [x.T]) == [None]
 
 
 def test_wrong_arguments_are_refused(kernels):

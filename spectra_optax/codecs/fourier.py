@@ -39,14 +39,14 @@ def frequency(index: np.ndarray) -> np.ndarray:
 def analyse(blocks: jax.Array, index: Index, lowering: Lowering) -> jax.Array:
     """The kept coefficients `[..., n, k, c]` of blocks `[..., n, b, c]`; `index` is int32 `[..., m, k]`."""
     block = blocks.shape[-2]
-    if not _uses_fft(lowering, block):
+    if not uses_fft(lowering, block):
         return product(_kept_basis(index, block), blocks)
     return jnp.take_along_axis(_transform(blocks), _batched(index, blocks.ndim - 1)[..., None], axis=-2)
 
 
 def synthesise(coefficients: jax.Array, index: Index, block: int, lowering: Lowering) -> jax.Array:
     """Blocks `[..., n, b, c]` with the coefficients `[..., n, k, c]` and no others: the adjoint of `analyse`."""
-    if not _uses_fft(lowering, block):
+    if not uses_fft(lowering, block):
         return product(jnp.swapaxes(_kept_basis(index, block), -1, -2), coefficients)
     every = jnp.arange(block, dtype=jnp.int32)[None]
     return _inverse_transform(carry_over(coefficients, index, every))
@@ -60,7 +60,8 @@ def carry_over(coefficients: jax.Array, old: Index, new: Index) -> jax.Array:
     return jnp.where(jnp.any(same, axis=-1)[..., None], moved, jnp.zeros_like(moved))
 
 
-def _uses_fft(lowering: Lowering, block: int) -> bool:
+def uses_fft(lowering: Lowering, block: int) -> bool:
+    """Whether blocks of this length are transformed by `jnp.fft`."""
     return lowering == "fft" or (lowering == "auto" and block > _LARGEST_MATMUL)
 
 

@@ -23,7 +23,7 @@ import numpy as np
 from spectra_optax import arguments, sharding
 from spectra_optax.codecs.blocks import Layout, apart, block_length
 from spectra_optax.codecs.companding import Companded
-from spectra_optax.codecs.fourier import Lowering, analyse, frequency, synthesise
+from spectra_optax.codecs.fourier import Lowering, analyse, frequency, synthesise, uses_fft
 from spectra_optax.codecs.rounding import to_bfloat16
 from spectra_optax.leaves import Leaf, wide
 from spectra_optax.sharding import Slot, slot
@@ -143,7 +143,7 @@ class Spectrum:
     def whole_block(self, leaf: Leaf) -> int | None:
         """How many rows of a matrix leaf belong together, for tiles of them; None if it is not cut into such tiles."""
         layout = self.leaf_layout(leaf)
-        if self.is_stored or layout.count * layout.block != layout.length:
+        if self.is_stored or layout.count * layout.block != layout.length or uses_fft(self.lowering, layout.block):
             return None
         groups = layout.coefficients if self.values is None else self._groups(layout)
         rows = math.lcm(layout.kept, groups.block) // layout.kept * layout.block

@@ -192,21 +192,43 @@ def _dot_general(x: jax.Array, y: jax.Array, *, dimension_numbers, **settings) -
 _IN_OTHER_WORDS = {"sign": _sign, "dot_general": _dot_general}
 
 
-def elementwise(traced: Program) -> list[str] | None:
-    """The operations on arrays, or None if one of them does more than combine numbers of the same place."""
-    names = []
-    for equation in traced.inside:
-        name, ranked = equation.primitive.name, [v.aval.shape for v in equation.invars if v.aval.ndim]
-        if name not in _ELEMENTWISE and not (name == "broadcast_in_dim" and not ranked):
-            return None
-        if any(v.aval.shape != shape for shape in ranked for v in equation.outvars):
-            return None
-        names.append(name)
-    return names
+def meanings(traced: Program, names: Sequence[Any]) -> list[int | None]:
+    """What each result is, as a number: equal for equal functions of arguments of the same names, whatever the shapes.
+
+    None for a result that is no combination of numbers of the same place.
+    """
+    known: dict[Any, int | None] = {v: hash(name) for v, name in zip(traced.inputs, names, strict=True)}
+    known |= {v: _meaning_of_constant(v, x) for v, x in traced.constants.items()}
+    read = lambda v: hash((str(v.val), str(v.aval))) if isinstance(v, core.Literal) else known[v]
+    for equation in (*traced.before, *traced.inside):
+        inputs = [read(v) for v in equation.invars]
+        meaning = None
+        if None not in inputs and _is_elementwise(equation):
+            settings = sorted((name, str(x)) for name, x in equation.params.items() if name not in _OF_SHAPE)
+            meaning = hash((equation.primitive.name, tuple(settings), tuple(inputs)))
+        known.update((v, None if meaning is None else hash((meaning, i))) for i, v in enumerate(equation.outvars))
+    return [read(v) for v in traced.outputs]
 
 
+def _meaning_of_constant(v: Variable, value: Any) -> int | None:
+    """That of a number, or of one that only the surrounding program knows."""
+    if v.aval.ndim:
+        return None
+    return hash(id(value)) if isinstance(value, jax.core.Tracer) else hash((str(value), str(v.aval.dtype)))
+
+
+def _is_elementwise(equation: Equation) -> bool:
+    name, ranked = equation.primitive.name, [v.aval.shape for v in equation.invars if v.aval.ndim]
+    if not ranked and all(not v.aval.ndim for v in equation.outvars):
+        return True
+    if name == "broadcast_in_dim":
+        return not ranked
+    return name in _ELEMENTWISE and all(v.aval.shape == shape for shape in ranked for v in equation.outvars)
+
+
+_OF_SHAPE = ("shape", "broadcast_dimensions", "sharding")  # parameters of operations
 _ELEMENTWISE = frozenset(
-    "abs add and atan2 cbrt ceil clamp convert_element_type copy cos div eq erf exp exp2 expm1 floor ge gt integer_pow "
-    "is_finite le log log1p logistic lt max min mul ne neg nextafter not or pow reduce_precision rem round rsqrt "
-    "select_n sign sin sqrt square stop_gradient sub tan tanh xor".split()
+    "abs add and atan2 ceil clamp convert_element_type cos div eq erf exp exp2 floor ge gt integer_pow is_finite "
+    "le log log1p logistic lt max min mul ne neg not or pow rem round rsqrt select_n sign sin sqrt square "
+    "stop_gradient sub tan tanh xor".split()
 )

@@ -40,12 +40,12 @@ def layout_of(x: jax.Array, told: NamedSharding | None) -> NamedSharding | None:
         if backend.devices() > 1:
             raise NotLocalError("Whether it lies on several devices only the compiler knows.")
         return None
-    if layout.mesh.size == 1:
+    if layout.mesh.size == 1 and not any(layout.spec):
         return None
     types = set(layout.mesh.axis_types)
     if AxisType.Manual in types:
         raise NotLocalError("Inside `jax.shard_map` results vary between devices, which a kernel does not say.")
-    if told is None and types != {AxisType.Explicit}:
+    if told is None and types != {AxisType.Explicit} and layout.mesh.size > 1:
         raise NotLocalError("How it lies over the devices of an Auto mesh only the compiler knows.")
     return layout
 

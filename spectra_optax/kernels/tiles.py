@@ -21,6 +21,7 @@ from spectra_optax import backend
 from spectra_optax.kernels import program as programs
 from spectra_optax.kernels.shards import Follows, NotLocalError, per_shard, shards_of_rows
 
+_DTYPES = frozenset(("float32", "bfloat16", "int8", "uint8", "int32"))
 _LANES = 128  # columns of a TPU's tile, which has 8 rows of 32 bits
 _NUMBERS, _LARGEST = 2**17, 2**18  # of each array in a tile: a dozen float32 copies of them fit beside each other
 
@@ -82,7 +83,8 @@ def grid(shape: Sequence[int], block: int, arrays: Sequence[Any], layout: NamedS
     rows = min(rows, shape[-2] // shards_of_rows(layout, len(shape)))  # a whole side needs no registers
     if rows % block or rows * _LANES > _LARGEST:
         raise NotLocalError(f"{rows} rows of a matrix {shape} in blocks of {block} make no tile.")
-    return Grid(tuple(shape), block, rows, max(_LANES, _NUMBERS // rows // _LANES * _LANES), layout)
+    columns = min(max(1, _NUMBERS // rows // _LANES), -(-shape[-1] // _LANES)) * _LANES
+    return Grid(tuple(shape), block, rows, columns, layout)
 
 
 def run(rule: Callable, cut: Grid, arrays: Sequence[jax.Array], views: Sequence[tuple[int, ...]], like: Sequence[int]):
@@ -99,6 +101,8 @@ def run(rule: Callable, cut: Grid, arrays: Sequence[jax.Array], views: Sequence[
     Raises:
       NotLocalError: if the rule needs an array that does not follow the matrix.
     """
+    if not _DTYPES.issuperset(str(x.dtype) for x in arrays if x.ndim):
+        raise NotLocalError(f"Kernels take {', '.join(sorted(_DTYPES))}.")
     following = [cut.follows(x.shape, view) if x.ndim else None for x, view in zip(arrays, views, strict=True)]
     traced = programs.program(rule, [jax.ShapeDtypeStruct(v, x.dtype) for v, x in zip(views, arrays, strict=True)])
     values = dict(zip(traced.inputs, arrays, strict=True)) | traced.constants

@@ -26,7 +26,7 @@ from spectra_optax.codecs.codec import Codec
 from spectra_optax.codecs.companding import Companded
 from spectra_optax.leaves import Leaf, LeafRules, wide
 from spectra_optax.lift import FORMAT, check_settings, check_type, described, encode_settings, leaves_of, named
-from spectra_optax.tiling import Local, Tiled, tiled, untiled
+from spectra_optax.tiling import Local, local_of, tiled, untiled
 from spectra_optax.transforms.fitting_forms import check_codecs, check_fields
 from spectra_optax.transforms.in_blocks import in_blocks
 from spectra_optax.transforms.in_float32 import in_float32
@@ -117,7 +117,7 @@ def compressed_state(
 
 def local_to_blocks(inner: optax.GradientTransformation, leaves: LeafRules, codecs: dict[str, Codec]) -> Local:
     """How `compressed_state` looks on tiles."""
-    within = inner.local if isinstance(inner, Tiled) else None
+    within = local_of(inner)
 
     def build(rules):
         return compressed_state(within.build(rules) if within else inner, rules, codecs)
@@ -126,8 +126,10 @@ def local_to_blocks(inner: optax.GradientTransformation, leaves: LeafRules, code
         forms = [codec for codec in codecs.values() if isinstance(codec, Companded)]
         if len(forms) < len(codecs):
             return None
-        blocks = [c.whole_block(leaf.shape[-2]) for c in forms] + ([within.block(leaf)] if within else [])
-        return math.lcm(*(b for b in blocks if b)) if all(blocks) else None
+        own = within.block(leaf) if within else 1  # rows that the inner transformation is known to be right for
+        blocks = [own, *(codec.whole_block(leaf.shape[-2]) for codec in forms)]
+        rows = math.lcm(*(b for b in blocks if b))
+        return rows if all(blocks) and (not within or rows == own) else None
 
     if within:
         return within._replace(build=build, rules=(leaves, *within.rules), block=block)

@@ -25,7 +25,7 @@ from spectra_optax.codecs.rounding import random_bits
 from spectra_optax.codecs.weight_split import BITS, CORRECTION_DTYPES, Bits, is_narrow, join, pattern, split
 from spectra_optax.leaves import inexact, wide
 from spectra_optax.lift import FORMAT, check_settings, check_type, encode_settings, is_box, named, start_beside
-from spectra_optax.tiling import Tiled, tiled, untiled
+from spectra_optax.tiling import local_of, tiled, untiled
 from spectra_optax.transforms.in_float32 import check_alike, first_state
 
 Rounding = Literal["nearest", "stochastic"]
@@ -85,10 +85,11 @@ def split_master_weights(
         return lenient.init(params)
 
     plain = optax.GradientTransformationExtraArgs(init, lenient.update)
-    if not isinstance(inner, Tiled):
+    local = local_of(inner)
+    if local is None:
         return plain
-    build = inner.local.build
-    return tiled(plain, inner.local._replace(build=lambda rules: split_leaves(build(rules), bits, rounding)))
+    build = local.build
+    return tiled(plain, local._replace(build=lambda rules: split_leaves(build(rules), bits, rounding)))
 
 
 def split_leaves(
