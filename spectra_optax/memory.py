@@ -122,7 +122,7 @@ def memory_table(
       >>> shape = functools.partial(jax.ShapeDtypeStruct, dtype="float32")
       >>> table = memory_table(spectra_adamw(1e-3), {"kernel": shape((1024, 512)), "bias": shape((512,))})
       >>> [(row.path, row.bytes, row.reference, row.reason) for row in table.rows]
-      [('bias', 4096, 4096, "dense: 'bias' names a vector"), ('kernel', 145472, 4194304, 'matrix 1024 x 512')]
+      [('bias', 4096, 4096, "dense: 'bias' names a vector"), ('kernel', 153664, 4194304, 'matrix 1024 x 512')]
     """
     params = _shapes(params)
     paths = dict(named(params))

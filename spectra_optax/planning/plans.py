@@ -97,7 +97,7 @@ def plan(
       >>> from spectra_optax import plan
       >>> found = plan("llama3-8b", "v5e:4x4", "spectra_adamw", compiled=False)
       >>> f"{found.bytes_per_parameter:.2f} {found.total / 2**30:.1f} GiB of {found.memory / 2**30:.2f}"
-      '3.52 5.8 GiB of 15.75'
+      '3.29 5.7 GiB of 15.75'
     """
     target, (trainable, tx) = target_named(topology), _resolved(model, optimizer, batch, seq, dtype)
     batch = jax.tree.leaves(trainable.inputs)[0].shape[0]
