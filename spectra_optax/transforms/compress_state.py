@@ -124,12 +124,10 @@ def local_to_blocks(inner: optax.GradientTransformation, leaves: LeafRules, code
 
     def block(leaf):
         forms = [codec for codec in codecs.values() if isinstance(codec, Companded)]
-        if len(forms) < len(codecs):
-            return None
-        own = within.block(leaf) if within else 1  # rows that the inner transformation is known to be right for
+        own = within.block(leaf) if within else 1
         blocks = [own, *(codec.whole_block(leaf.shape[-2]) for codec in forms)]
-        rows = math.lcm(*(b for b in blocks if b))
-        return rows if all(blocks) and (not within or rows == own) else None
+        rows = math.lcm(*(b for b in blocks if b))  # for others than its own the inner one may be cut otherwise
+        return rows if all(blocks) and len(forms) == len(codecs) and (not within or rows == own) else None
 
     if within:
         return within._replace(build=build, rules=(leaves, *within.rules), block=block)
@@ -171,9 +169,8 @@ def _encode(codecs: dict[str, Codec], leaf_of: LeafOf, state: Any, count: jax.Ar
 
 def _settled(codes: Any, second: Any) -> Any:
     """Codes of a momentum, 0 where those of the second moment are: a remainder must not be divided by nothing."""
-    rule = lambda m, v: (
-        jnp.where(v == 0, jnp.zeros_like(m), m) if m.shape == v.shape else m
-    )  # others are 4 bits: never 0
+    # Those of another shape have 4 bits, and are never 0.
+    rule = lambda m, v: jnp.where(v == 0, jnp.zeros_like(m), m) if m.shape == v.shape else m
     return jax.tree.map(rule, codes, second)
 
 
