@@ -28,7 +28,8 @@ def fused_step(*transformations: optax.GradientTransformation, shardings: Any = 
 
     Returns:
       A function of gradients, state and parameters, and of extra arguments for transformations that take them. Jit it
-      with parameters and state donated: `jax.jit(step, donate_argnums=(1, 2))`.
+      with parameters and state donated. Where the state has arrays like the parameters, as AdamW's, jit a function that
+      takes parameters first: JAX gives donated memory to the first result of its shape.
 
     Raises:
       ValueError: if there is no transformation.

@@ -27,7 +27,7 @@ pytest.importorskip("libtpu")
 os.environ |= {"TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "benchmarks"))
 
-from bytes_moved import compiled_step, hbm_bytes, placed, two_calls
+from bytes_moved import compiled_step, hbm_bytes, moved_bytes, placed, two_calls
 
 SIZE = 4096
 ADAMW = 7 * 4 * SIZE**2
@@ -57,7 +57,9 @@ def test_bytes_that_a_step_moves(name, target):
     param = jax.ShapeDtypeStruct((SIZE, SIZE), dtype, sharding=placed(target))
     for step, share in ((fused_step(tx), fused), (two_calls(tx), two)):
         compiled, _ = compiled_step(tx, step, param)
-        assert hbm_bytes(compiled.as_text()) <= share * ADAMW
+        # On v6e whole arrays are fetched ahead, which counting operands counts many times over.
+        count = moved_bytes if target == "v5e" else hbm_bytes
+        assert count(compiled.as_text()) <= share * ADAMW
 
 
 @pytest.mark.parametrize("spec", [("x", "y"), (("x", "y"), None), (None, ("x", "y"))], ids=str)

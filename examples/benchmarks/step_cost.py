@@ -82,15 +82,16 @@ def step_seconds(chosen: dict, leaves: int, size: int, turns: int) -> tuple[dict
         for name, step in steps.items():
             started = time.perf_counter()
             params, state = carried[name]
-            carried[name] = jax.block_until_ready(step(grads, state, params))
+            carried[name] = jax.block_until_ready(step(params, state, grads))
             seconds[name].append(time.perf_counter() - started)
     temporary = {name: step.memory_analysis().temp_size_in_bytes for name, step in steps.items()}
     return {name: np.asarray(values) for name, values in seconds.items()}, temporary
 
 
 def _compiled_step(tx: optax.GradientTransformation, params):
-    state = jax.eval_shape(tx.init, params)
-    return jax.jit(fused_step(tx), donate_argnums=(1, 2)).lower(params, state, params).compile()
+    # Arguments in the order of the results: donated memory goes to the first result of its shape.
+    step = lambda params, state, grads: fused_step(tx)(grads, state, params)
+    return jax.jit(step, donate_argnums=(0, 1)).lower(params, jax.eval_shape(tx.init, params), params).compile()
 
 
 def compile_seconds(tx: optax.GradientTransformation, leaves: int) -> float:
