@@ -126,8 +126,10 @@ def local_to_blocks(inner: optax.GradientTransformation, leaves: LeafRules, code
         forms = [codec for codec in codecs.values() if isinstance(codec, Companded)]
         own = within.block(leaf) if within else 1
         blocks = [own, *(codec.whole_block(leaf.shape[-2]) for codec in forms)]
-        rows = math.lcm(*(b for b in blocks if b))  # for others than its own the inner one may be cut otherwise
-        return rows if all(blocks) and len(forms) == len(codecs) and (not within or rows == own) else None
+        rows = math.lcm(*(b for b in blocks if b))
+        # In other tiles than its own, if they are not the whole matrix, the inner one may be cut otherwise.
+        alike = not within or rows in (own, leaf.shape[-2])
+        return rows if all(blocks) and len(forms) == len(codecs) and alike else None
 
     if within:
         return within._replace(build=build, rules=(leaves, *within.rules), block=block)
