@@ -19,6 +19,11 @@ def devices() -> int:
     return 1 if _target.get() else jax.device_count()
 
 
+def runs_kernels() -> bool:
+    """Whether the platform needs kernels: XLA's passes suffice elsewhere."""
+    return name() == "tpu"
+
+
 @contextlib.contextmanager
 def compiling_for(backend: str) -> Generator[None]:
     """Traces what is in the context for another backend; JAX's traces for this one are forgotten, and those for it."""

@@ -3,16 +3,19 @@
     params, state = fused_step(tx)(grads, state, params)
 
 equals `tx.update` followed by `optax.apply_updates` to float32 rounding. On TPUs, transformations of this package run
-as one kernel for each matrix, out of which an update would have to be written (4 bytes a parameter) and read again;
-elsewhere, and for every other transformation, it is the two calls, which XLA fuses by itself.
+as one kernel for each matrix, out of which an update would have to be written (4 bytes a parameter) and read again.
+Elsewhere those whose temporaries are as large as a parameter run slice by slice on large stacks of matrices. Otherwise,
+and for every other transformation, it is the two calls, which XLA fuses by itself.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import optax
 
 from spectra_optax import arguments, tiling
+from spectra_optax.parts import in_parts
 
 Step = Callable[..., tuple[Any, Any]]
 
@@ -53,15 +56,18 @@ def fused_step(*transformations: optax.GradientTransformation, shardings: Any = 
     first: Any = optax.chain(*before) if before else optax.identity()
     whole = optax.with_extra_args_support(optax.chain(*transformations) if before else last)
 
+    local = tiling.local_of(last)
+
     def step(gradients, state, params, **extra_args):
-        if extra_args or not isinstance(last, tiling.Tiled) or not tiling.runs_kernels():
+        if extra_args or local is None:
             updates, state = whole.update(gradients, state, params, **extra_args)
             return optax.apply_updates(params, updates), state
+        apply = functools.partial(in_parts, tiling.untiled(last), local, apply=True, shardings=shardings)
         if not before:
-            return tiling.on_tiles(last, gradients, state, params, apply=True, shardings=shardings)
+            return apply(gradients, state, params)
         *states, own = state
         updates, others = first.update(gradients, tuple(states), params)
-        params, own = tiling.on_tiles(last, updates, own, params, apply=True, shardings=shardings)
+        params, own = apply(updates, own, params)
         return params, (*tuple(others), own)
 
     return step

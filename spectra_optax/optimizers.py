@@ -23,8 +23,9 @@ from spectra_optax.arguments import Scalar
 from spectra_optax.codecs.companding import Companded
 from spectra_optax.codecs.spectrum import Spectrum
 from spectra_optax.leaves import Leaf, LeafRules
+from spectra_optax.locality import Local
 from spectra_optax.masks import aligned_mask
-from spectra_optax.tiling import Local, tiled
+from spectra_optax.tiling import tiled
 from spectra_optax.transforms.given_scale import prepared
 from spectra_optax.transforms.in_blocks import in_blocks
 from spectra_optax.transforms.in_float32 import in_float32
@@ -126,9 +127,11 @@ def spectra_adamw(
         for order in (normalised_first, normalised_before)
     )
     given = functools.partial(prepared, b2=b2, eps=eps)
-    local = Local(on_tiles, (leaves,), functools.partial(_block, momentum), (optax.chain(*rest),), given)
-    tx = plain(leaves)
-    return tiled(in_blocks(tx, momentum, leaves) if isinstance(momentum, Spectrum) else tx, local)
+    tx, block = plain(leaves), functools.partial(_block, momentum)
+    local = Local(on_tiles, (leaves,), block, (optax.chain(*rest),), given)
+    if isinstance(momentum, FullMomentum):
+        return tiled(tx, local)
+    return tiled(in_blocks(tx, momentum, leaves), local._replace(bulky=True))
 
 
 def _average(

@@ -17,8 +17,9 @@ from spectra_optax import arguments
 from spectra_optax.arguments import Scalar
 from spectra_optax.codecs.wavelet import Wavelet
 from spectra_optax.leaves import LINEAR_LAYERS, LeafRules
+from spectra_optax.locality import Local
 from spectra_optax.masks import aligned_mask
-from spectra_optax.tiling import Local, tiled
+from spectra_optax.tiling import tiled
 from spectra_optax.transforms.folded_adam import scale_by_foam
 from spectra_optax.transforms.given_scale import prepared
 from spectra_optax.transforms.in_float32 import in_float32

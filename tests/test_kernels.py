@@ -58,7 +58,7 @@ QUICK = ("flash_adamw", "gwt_adamw", "spectra_adamw", "split_spectra_adamw")
 @pytest.fixture
 def kernels(monkeypatch):
     """A platform of one device that asks for kernels."""
-    monkeypatch.setattr(tiling, "runs_kernels", lambda: True)
+    monkeypatch.setattr(backend, "runs_kernels", lambda: True)
     monkeypatch.setattr(backend, "devices", lambda: 1)
 
 
@@ -196,7 +196,7 @@ def test_wrapped_optimizers_run_on_tiles(wrap, kernels, monkeypatch):
     tx = wrap()
     assert launches(two_calls(tx), tx, params) == 1
     got = trained(two_calls(tx), tx, params)
-    monkeypatch.setattr(tiling, "runs_kernels", lambda: False)
+    monkeypatch.setattr(backend, "runs_kernels", lambda: False)
     assert_same(got, trained(two_calls(wrap()), tx, params))
 
 
@@ -224,7 +224,7 @@ def test_vmapped_and_scanned(kernels):
 @pytest.mark.parametrize("spec", [("x", "y"), (("x", "y"), None), (None, ("x", "y"))], ids=str)
 @pytest.mark.parametrize("name", ["flash_adamw", "split_spectra_adamw"])
 def test_each_shard_has_a_kernel_of_its_own(name, spec, types, monkeypatch):
-    monkeypatch.setattr(tiling, "runs_kernels", lambda: True)
+    monkeypatch.setattr(backend, "runs_kernels", lambda: True)
     tx, dtype = OPTIMIZERS[name]
     mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(types, types))
     layout = {"kernel": NamedSharding(mesh, PartitionSpec(*spec))}
@@ -256,7 +256,7 @@ def test_masks_that_cannot_bear_a_single_leaf(kernels):
 
 
 def test_layouts_that_are_not_known_or_cut_blocks_stay_plain(monkeypatch):
-    monkeypatch.setattr(tiling, "runs_kernels", lambda: True)
+    monkeypatch.setattr(backend, "runs_kernels", lambda: True)
     tx = flash_adamw(1e-2)
     for types, rows in ((AxisType.Auto, 1024), (AxisType.Explicit, 256)):
         mesh = jax.make_mesh((8,), ("x",), axis_types=(types,))

@@ -26,7 +26,8 @@ from spectra_optax.codecs.codec import Codec
 from spectra_optax.codecs.companding import Companded
 from spectra_optax.leaves import Leaf, LeafRules, wide
 from spectra_optax.lift import FORMAT, check_settings, check_type, described, encode_settings, leaves_of, named
-from spectra_optax.tiling import Local, local_of, tiled, untiled
+from spectra_optax.locality import Local
+from spectra_optax.tiling import local_of, tiled, untiled
 from spectra_optax.transforms.fitting_forms import check_codecs, check_fields
 from spectra_optax.transforms.in_blocks import in_blocks
 from spectra_optax.transforms.in_float32 import in_float32
