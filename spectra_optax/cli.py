@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import jax
 
-from spectra_optax.planning.optimizers import OPTIMIZERS
+from spectra_optax.planning.optimizers import OPTIMIZERS, Released
 from spectra_optax.planning.plans import Plan, plan
 from spectra_optax.planning.presets import PRESETS
 from spectra_optax.planning.targets import FAMILIES, target_named
@@ -54,6 +54,9 @@ def _command(typer: Any) -> Any:
         compile: Annotated[
             bool | None, typer.Option(help="Ask the compiler, or estimate from shapes; by default as installed.")
         ] = None,
+        release_gradients: Annotated[
+            bool, typer.Option("--release-gradients", help="Update each layer in the backward pass.")
+        ] = False,
         as_json: Annotated[bool, typer.Option("--json", help="Print a list of objects, sizes in bytes.")] = False,
     ) -> None:
         """Says what a whole training step needs of each chip's memory, and whether it fits."""
@@ -61,15 +64,17 @@ def _command(typer: Any) -> Any:
         settings: dict[str, Any] = {"batch": batch, "seq": seq, "compiled": compile}
         try:
             settings["mesh"] = None if mesh is None else _mesh(mesh)
-            plans = dict(_plans(model, topology, optimizer, settings))
+            planned = {name: Released(name) if release_gradients else name for name in optimizer}
+            plans = dict(_plans(model, topology, planned, settings))
         except (ValueError, TypeError, ModuleNotFoundError) as error:
             sys.exit(f"spectra-optax: {error}")
-        print(_json(plans)) if as_json else _print(plans, f"{model}, {batch} sequences of {seq} tokens")
+        title = f"{model}, {batch} sequences of {seq} tokens" + ", gradients released" * release_gradients
+        print(_json(plans)) if as_json else _print(plans, title)
 
     return command
 
 
-def _plans(model: str, topology: str, optimizers: list[str], settings: dict[str, Any]):
+def _plans(model: str, topology: str, optimizers: dict[str, Any], settings: dict[str, Any]):
     """Each optimizer's plan, a line of progress on the terminal meanwhile."""
     from rich.console import Console
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
@@ -81,9 +86,9 @@ def _plans(model: str, topology: str, optimizers: list[str], settings: dict[str,
         console.print(f"[yellow]An estimate from shapes; {hint}.[/]", soft_wrap=True)
     columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
     with Progress(*columns, console=console, transient=True) as progress:
-        for i, name in enumerate(optimizers, 1):
+        for i, (name, optimizer) in enumerate(optimizers.items(), 1):
             task = progress.add_task(f"{name} on {target.name} ({i} of {len(optimizers)}), may take minutes")
-            yield name, plan(model, topology, name, **settings)
+            yield name, plan(model, topology, optimizer, **settings)
             progress.remove_task(task)
 
 

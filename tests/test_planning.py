@@ -12,16 +12,16 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AbstractMesh, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 from typer.testing import CliRunner
 
 from spectra_optax import backend, cli, flash_adamw, plan, state_bytes
 from spectra_optax.codecs.blocks import apart
-from spectra_optax.planning import PRESETS, Decoder, Trainable, forward, read_config
+from spectra_optax.planning import PRESETS, Decoder, Released, Trainable, forward, read_config
 from spectra_optax.planning.forward import loss
 from spectra_optax.planning.optimizers import OPTIMIZERS
 from spectra_optax.planning.targets import FAMILIES, Target, target_named
-from spectra_optax.planning.training import AXES, language_model, placed
+from spectra_optax.planning.training import AXES, language_model, lowered, placed
 
 TINY = Decoder(layers=2, width=64, hidden=128, heads=4, kv_heads=2, head_dim=16, vocabulary=256)
 VARIANTS = {
@@ -236,6 +236,38 @@ def test_a_trainable_of_ones_own():
     assert found.mesh == (4, 1)
 
 
+def test_released_gradients_are_those_of_a_layer_and_of_what_is_outside():
+    ordinary, released = (
+        plan("llama3-8b", "v5e:4x4", optimizer, compiled=False) for optimizer in ("adamw", Released("adamw"))
+    )
+    outside = 2 * 128256 * 4096 + 4096  # embedding, head, the last norm
+    layer = (PUBLISHED["llama3-8b"] - outside) / 32
+    assert released.gradient == pytest.approx(4 * (outside + layer) / 16, rel=1e-3)
+    assert released._replace(gradient=ordinary.gradient) == ordinary
+    own = Trainable(
+        {"kernel": jax.ShapeDtypeStruct((64, 64), "float32")}, {"kernel": PartitionSpec()}, jnp.sum, ordinary
+    )
+    with pytest.raises(ValueError, match="Released needs a Trainable with parts"):
+        plan(own, "v5e:1x1", Released("adamw"))
+
+
+def test_a_released_step_is_the_ordinary_one_in_less_memory():
+    decoder, tx = dataclasses.replace(TINY, layers=8), optax.adam(1e-3)
+    mesh = jax.make_mesh((4, 2), AXES, axis_types=(AxisType.Auto,) * 2)
+    trainable, ends, memory = language_model(decoder, "float32", 4, 16), [], []
+    for releases in (False, True):
+        program = lowered(trainable._replace(releases=releases), tx, mesh).compile()
+        args = placed(trainable, tx, mesh)
+        tokens = jax.random.randint(jax.random.key(1), (4, 16), 0, decoder.vocabulary)
+        params, inputs = jax.device_put((start(decoder), tokens), jax.tree.map(lambda x: x.sharding, args[::2]))
+        state = jax.device_put(tx.init(params), jax.tree.map(lambda x: x.sharding, args.state))
+        ends.append(program(params, state, inputs))
+        memory.append(program.memory_analysis().temp_size_in_bytes)
+    for one, other in zip(*map(jax.tree.leaves, ends), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-3, atol=3e-4)  # activations in bfloat16
+    assert memory[1] < memory[0]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -252,7 +284,7 @@ def test_a_trainable_of_ones_own():
         ({"model": "gpt2-124m"}, "at most the model's 1024 positions, got 2048"),
         ({"dtype": "int8"}, "dtype must be one of"),
         (
-            {"topology": "v5e:8x8", "batch": 64, "optimizer": "spectra_adamw_8bit", "mesh": {"data": 64}},
+            {"topology": "v5e:8x8", "batch": 64, "optimizer": "spectra_adamw", "mesh": {"data": 64}},
             "64 shards of 'data'.*work are 1, 2",
         ),
     ],
@@ -336,6 +368,16 @@ def test_the_command_reads_a_config_and_draws_a_table(tmp_path):
     assert done.exit_code == 0, done.output
     assert "estimated from shapes" in done.output
     assert "spectra_adamw" in done.output
+    assert "gradients released" not in done.output
+
+
+def test_the_command_plans_released_gradients():
+    line = "--model llama3-8b --topology v5e:4x4 --no-compile --release-gradients"
+    done = command(*line.split(), "--json")
+    assert [row["gradient"] for row in json.loads(done.output)] == [
+        plan("llama3-8b", "v5e:4x4", Released(name), compiled=False).gradient for name in ("adamw", "spectra_adamw")
+    ]
+    assert "gradients released" in command(*line.split()).output
 
 
 @pytest.mark.parametrize(

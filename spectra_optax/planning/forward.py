@@ -1,8 +1,8 @@
-"""The loss of a decoder as a function of its parameters: written to be compiled, rematerialised layer by layer.
+"""A decoder in the three parts that `gradient_release` asks for, and its loss: written to be compiled.
 
-What changes no array's size is left out or Llama's (soft caps, sliding windows, the kind of gate). Attention and loss
-go through the tokens in chunks, so that neither all scores nor all logits are held; experts are computed one after
-another, each for all tokens.
+Layers are rematerialised. What changes no array's size is left out or Llama's (soft caps, sliding windows, the kind of
+gate). Attention and loss go through the tokens in chunks, so that neither all scores nor all logits are held; experts
+are computed one after another, each for all tokens.
 
 Letters: `b` sequences, `s` tokens, `d` width, `h` query and `k` key heads of length `e`, `n` queries in a chunk.
 """
@@ -19,21 +19,31 @@ from spectra_optax.planning.decoder import CHUNK, Decoder
 
 def loss(decoder: Decoder, params: Any, tokens: jax.Array) -> jax.Array:
     """Mean cross entropy of the next token, float32 `[]`, of tokens `[b, s]`, computed in bfloat16."""
-    table = params["embed_tokens"]["embedding"].astype(jnp.bfloat16)
-    x = table[tokens]
+    once = jax.checkpoint(lambda x, p: (layer(decoder, p, x), None))
+    x, _ = jax.lax.scan(once, embed(params, tokens), params["layers"])
+    return head_loss(params, x, tokens)
+
+
+def embed(params: Any, tokens: jax.Array) -> jax.Array:
+    """Vectors `[b, s, d]` of tokens `[b, s]`."""
+    x = params["embed_tokens"]["embedding"].astype(jnp.bfloat16)[tokens]
     if "embed_positions" in params:
         x += params["embed_positions"]["embedding"][None, : tokens.shape[1]].astype(jnp.bfloat16)
+    return _lies(x, "data")
 
-    @jax.checkpoint
-    def layer(x, p):
-        x = _lies(x, "data")
-        x += _post(p, "post_attention_norm", _attention(decoder, p["attention"], _norm(p["attention_norm"], x)))
-        x += _post(p, "post_mlp_norm", _feed_forward(decoder, p, _norm(p["mlp_norm"], x)))
-        return _lies(x, "data"), None
 
-    x, _ = jax.lax.scan(layer, _lies(x, "data"), params["layers"])
-    head = params["lm_head"]["kernel"].astype(jnp.bfloat16) if "lm_head" in params else table.T
-    return _cross_entropy(head, _norm(params["norm"], x), tokens)
+def layer(decoder: Decoder, p: Any, x: jax.Array) -> jax.Array:
+    """One layer, whose parameters are `p`."""
+    x = _lies(x, "data")
+    x += _post(p, "post_attention_norm", _attention(decoder, p["attention"], _norm(p["attention_norm"], x)))
+    x += _post(p, "post_mlp_norm", _feed_forward(decoder, p, _norm(p["mlp_norm"], x)))
+    return _lies(x, "data")
+
+
+def head_loss(params: Any, x: jax.Array, tokens: jax.Array) -> jax.Array:
+    """The mean cross entropy after the last layer."""
+    table = params["lm_head"]["kernel"] if "lm_head" in params else params["embed_tokens"]["embedding"].T
+    return _cross_entropy(table.astype(jnp.bfloat16), _norm(params["norm"], x), tokens)
 
 
 def _cross_entropy(head: jax.Array, x: jax.Array, tokens: jax.Array) -> jax.Array:

@@ -8,8 +8,6 @@ from typing import NamedTuple
 
 import optax
 
-from spectra_optax.codecs.companding import Companded
-from spectra_optax.codecs.spectrum import Spectrum
 from spectra_optax.flash import flash_adamw, flash_lion
 from spectra_optax.optimizers import spectra_adamw
 from spectra_optax.transforms.split_weights import split_master_weights
@@ -25,14 +23,21 @@ class Choice(NamedTuple):
     make: Callable[[], optax.GradientTransformation]
 
 
+class Released(NamedTuple):
+    """An optimizer in a step that updates each layer as soon as its gradient is known, as `gradient_release` builds.
+
+    Attributes:
+      optimizer: a name, or an Optax transformation.
+    """
+
+    optimizer: str | optax.GradientTransformation
+
+
 OPTIMIZERS = {
     "adamw": Choice("float32", lambda: optax.adamw(_RATE)),
     "adafactor": Choice("float32", lambda: optax.adafactor(_RATE)),
     "lion": Choice("float32", lambda: optax.lion(_RATE)),
     "spectra_adamw": Choice("bfloat16", lambda: split_master_weights(spectra_adamw(_RATE))),
-    "spectra_adamw_8bit": Choice(
-        "bfloat16", lambda: split_master_weights(spectra_adamw(_RATE, momentum=Spectrum(values=Companded())))
-    ),
     "flash_adamw": Choice("bfloat16", lambda: flash_adamw(_RATE)),
     "flash_lion": Choice("bfloat16", lambda: flash_lion(_RATE)),
     "gwt_adamw": Choice("bfloat16", lambda: split_master_weights(gwt_adamw(_RATE))),

@@ -15,10 +15,18 @@ from spectra_optax import arguments
 from spectra_optax.lift import named
 from spectra_optax.planning.compiling import measured
 from spectra_optax.planning.decoder import Decoder
-from spectra_optax.planning.optimizers import optimizer_named
+from spectra_optax.planning.optimizers import Released, optimizer_named
 from spectra_optax.planning.presets import model_named
 from spectra_optax.planning.targets import FAMILIES, Target, mesh_sizes, target_named
-from spectra_optax.planning.training import AXES, Placed, Trainable, device_bytes, language_model, placed
+from spectra_optax.planning.training import (
+    AXES,
+    Placed,
+    Trainable,
+    device_bytes,
+    gradient_bytes,
+    language_model,
+    placed,
+)
 
 
 class Plan(NamedTuple):
@@ -32,7 +40,7 @@ class Plan(NamedTuple):
       parameters: numbers in the model.
       weights: the parameters.
       state: the optimizer's, with what completes 16-bit weights.
-      gradient: in the dtype of the parameters.
+      gradient: what is held of it at once, in the dtype of the parameters.
       temporaries: everything else: activations, inputs, the program.
       memory: what a device has.
       fits: whether the step runs.
@@ -66,7 +74,7 @@ class Plan(NamedTuple):
 def plan(
     model: str | Decoder | Trainable,
     topology: str,
-    optimizer: str | optax.GradientTransformation = "adamw",
+    optimizer: str | optax.GradientTransformation | Released = "adamw",
     *,
     batch: int = 16,
     seq: int = 2048,
@@ -79,7 +87,8 @@ def plan(
     Args:
       model: a name (`planning.PRESETS`), the path of a Hugging Face `config.json`, sizes, or a `Trainable` of your own.
       topology: chips and their layout: "v5e:4x4", "v5p:2x2x4", "h100:8"; v4, v5e, v5p, v6e, h100, h200, a100.
-      optimizer: a name (`planning.optimizers.OPTIMIZERS`) or any Optax transformation.
+      optimizer: a name (`planning.optimizers.OPTIMIZERS`) or any Optax transformation; `planning.Released` of either is
+        a step that never holds more than one layer's gradient.
       batch: sequences in a step, on all devices; a `Trainable` brings its own.
       seq: tokens in a sequence.
       dtype: of the parameters; None is the one that goes with the optimizer's name, or float32, or the `Trainable`'s.
@@ -119,8 +128,17 @@ def plan(
 
 
 def _resolved(
-    model: str | Decoder | Trainable, optimizer: str | optax.GradientTransformation, batch: int, seq: int, dtype: Any
+    model: str | Decoder | Trainable,
+    optimizer: str | optax.GradientTransformation | Released,
+    batch: int,
+    seq: int,
+    dtype: Any,
 ) -> tuple[Trainable, optax.GradientTransformation]:
+    if isinstance(optimizer, Released):
+        trainable, tx = _resolved(model, optimizer.optimizer, batch, seq, dtype)
+        if trainable.parts is None:
+            raise ValueError("Released needs a Trainable with parts: gradients are released layer by layer.")
+        return trainable._replace(releases=True), tx
     arguments.instance("model", model, str, Decoder, Trainable)
     arguments.instance("optimizer", optimizer, str, optax.GradientTransformation)
     arguments.integer("batch", batch, 1)
@@ -149,7 +167,7 @@ def _estimated(
     """The plan on the first of the meshes that cuts no block of the state."""
     sizes, args = _on_first(trainable, tx, meshes)
     weights, state = device_bytes(args.params), device_bytes(args.state)
-    gathered = trainable.gathered // sizes[1]
+    gradient, gathered = gradient_bytes(trainable, args.params), trainable.gathered // sizes[1]
     temporaries = trainable.activations // target.devices + gathered + device_bytes(args.inputs)
     return Plan(
         topology=target.name,
@@ -159,10 +177,10 @@ def _estimated(
         parameters=sum(x.size for _, x in named(trainable.shapes)),
         weights=weights,
         state=state,
-        gradient=weights,
+        gradient=gradient,
         temporaries=temporaries,
         memory=target.memory,
-        fits=2 * weights + state + temporaries <= target.memory,
+        fits=weights + state + gradient + temporaries <= target.memory,
         smallest=None,
     )
 

@@ -1,6 +1,7 @@
 """One training step of anything, laid out over a mesh and ready to be compiled for it.
 
     loss, gradient -> fused_step          parameters and state donated
+    gradient_release                      where the optimizer is `Released`
 
 Gradients lie as the parameters do. An axis that does not divide into the shards that its spec names is replicated.
 """
@@ -16,11 +17,29 @@ import optax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from spectra_optax.fused_step import fused_step
+from spectra_optax.gradient_release import gradient_release
+from spectra_optax.planning import forward
 from spectra_optax.planning.decoder import Decoder
-from spectra_optax.planning.forward import loss
 from spectra_optax.state_layout import state_sharding
+from spectra_optax.subtrees import at, put
 
 AXES = ("data", "model")
+
+
+class Parts(NamedTuple):
+    """A model as `gradient_release` takes it.
+
+    Attributes:
+      embed: `(params, inputs) -> x`.
+      layer: `(layer_params, x) -> x`.
+      head_loss: `(params, x, inputs) -> loss`.
+      layers: the path of the stacked layers' parameters.
+    """
+
+    embed: Callable[[Any, Any], Any]
+    layer: Callable[[Any, Any], Any]
+    head_loss: Callable[[Any, Any, Any], Any]
+    layers: str = "layers"
 
 
 class Trainable(NamedTuple):
@@ -33,6 +52,8 @@ class Trainable(NamedTuple):
       inputs: a tree of shapes, sharded along their first axis over "data".
       activations: bytes of activations over all devices, for the estimate without a compiler.
       gathered: the same of matrices that a device holds whole for a while, but for its share along "model".
+      parts: the same loss in parts, for gradient release.
+      releases: whether the step updates each layer as soon as its gradient is known.
     """
 
     shapes: Any
@@ -41,6 +62,8 @@ class Trainable(NamedTuple):
     inputs: Any
     activations: int = 0
     gathered: int = 0
+    parts: Parts | None = None
+    releases: bool = False
 
 
 class Placed(NamedTuple):
@@ -54,8 +77,9 @@ class Placed(NamedTuple):
 def language_model(decoder: Decoder, dtype: str, batch: int, seq: int) -> Trainable:
     """A decoder and its next-token loss on `batch` sequences of `seq` tokens."""
     tokens = jax.ShapeDtypeStruct((batch, seq), jnp.int32)
-    activations, value = decoder.activation_bytes(batch, seq), functools.partial(loss, decoder)
-    return Trainable(decoder.shapes(dtype), decoder.specs, value, tokens, activations, decoder.gathered_bytes)
+    activations, value = decoder.activation_bytes(batch, seq), functools.partial(forward.loss, decoder)
+    parts = Parts(forward.embed, functools.partial(forward.layer, decoder), forward.head_loss)
+    return Trainable(decoder.shapes(dtype), decoder.specs, value, tokens, activations, decoder.gathered_bytes, parts)
 
 
 def placed(trainable: Trainable, tx: optax.GradientTransformation, mesh: Mesh | AbstractMesh) -> Placed:
@@ -81,15 +105,33 @@ def lowered(trainable: Trainable, tx: optax.GradientTransformation, mesh: Mesh) 
     """The program of a step, not yet compiled."""
     args = placed(trainable, tx, mesh)
     layouts = jax.tree.map(lambda x: x.sharding, args)
-
-    def step(params, state, inputs):
-        value, grads = jax.value_and_grad(trainable.loss)(params, inputs)
-        grads = jax.lax.with_sharding_constraint(grads, layouts.params)
-        return *fused_step(tx, shardings=layouts.params)(grads, state, params), value
-
+    step = _releasing(trainable, tx) if trainable.releases else _ordinary(trainable, tx, layouts.params)
     outs = (layouts.params, layouts.state, NamedSharding(mesh, PartitionSpec()))
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         return jax.jit(step, donate_argnums=(0, 1), out_shardings=outs).lower(*args)
+
+
+def _ordinary(trainable: Trainable, tx: optax.GradientTransformation, layout: Any) -> Callable[..., Any]:
+    def step(params, state, inputs):
+        value, grads = jax.value_and_grad(trainable.loss)(params, inputs)
+        grads = jax.lax.with_sharding_constraint(grads, layout)
+        return *fused_step(tx, shardings=layout)(grads, state, params), value
+
+    return step
+
+
+def _releasing(trainable: Trainable, tx: optax.GradientTransformation) -> Callable[..., Any]:
+    assert trainable.parts is not None
+    step = gradient_release(tx, trainable.shapes, **trainable.parts._asdict())
+    return lambda params, state, inputs: step(params, state, inputs)[:3]
+
+
+def gradient_bytes(trainable: Trainable, params: Any) -> int:
+    """Bytes on a device of the gradients that are held at once."""
+    if trainable.parts is None or not trainable.releases:
+        return device_bytes(params)
+    stack, rest = at(params, trainable.parts.layers), put(params, trainable.parts.layers, None)
+    return device_bytes(stack) // jax.tree.leaves(stack)[0].shape[0] + device_bytes(rest)
 
 
 def device_bytes(tree: Any) -> int:
