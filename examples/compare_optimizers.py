@@ -25,7 +25,8 @@ from lm.data import BYTE, load_corpus
 from lm.model import ModelConfig
 from lm.optimizers import adapted, optimizer_named
 from lm.settings import require_same, settings_of
-from lm.training import Recipe, train
+from lm.steps import Recipe
+from lm.training import train
 from spectra_optax import Spectrum, spectra_adamw
 
 # Those of Optax whose compressed selves are compared with them.

@@ -8,6 +8,7 @@ the same batches. A table is printed at the end; the curves, the numbers and the
 
 import contextlib
 import functools
+import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated
@@ -20,11 +21,13 @@ from tqdm import tqdm
 
 from lm.checkpoints import RunCheckpoints
 from lm.data import BYTE, TOKENS, load_corpus
+from lm.layout import ACCEPTED, Layout, axis_sizes, simulate_devices
 from lm.model import ModelConfig
 from lm.optimizers import NAMES, optimizer_named
 from lm.report import plot, table, write_json
 from lm.settings import settings_of
-from lm.training import SMOOTHING, History, Recipe, init_state, train
+from lm.steps import Recipe, init_state
+from lm.training import SMOOTHING, History, train
 
 COMPARED = ["adamw", "spectra_adamw"]
 app = typer.Typer(pretty_exceptions_enable=False, add_completion=False)
@@ -49,6 +52,7 @@ def main(
     release_gradients: Annotated[bool, option("Update each block on the way back.", "Optimizer")] = False,
     steps: Annotated[int, option("Training steps.", "Run")] = Recipe.steps,
     batch: Annotated[int, option("Sequences per step.", "Run")] = Recipe.batch,
+    mesh: Annotated[str | None, option(f"{ACCEPTED.capitalize()}; on CPUs the devices are simulated.", "Run")] = None,
     seed: Annotated[int, option("Of the weights and the order of the text.", "Run", min=0)] = 0,
     out: Annotated[Path, option("Folder for results and checkpoints.", "Run")] = Path("runs/train_lm"),
     resume: Annotated[bool, option("Go on from the checkpoints in --out, else replace them.", "Run")] = False,
@@ -66,8 +70,9 @@ def main(
         corpus = load_corpus(text, tokens, context)
         model = ModelConfig(corpus.vocabulary, layers, width, heads, context)
         recipe = Recipe(model, steps, batch, b1, b2, weight_decay, clip, weights, release=release_gradients)
+        layout = None if mesh is None else layout_of(mesh)
         for make_optimizer in factories.values():
-            jax.eval_shape(lambda make_optimizer=make_optimizer: init_state(recipe, make_optimizer, seed))
+            jax.eval_shape(lambda make_optimizer=make_optimizer: init_state(recipe, make_optimizer, seed, layout))
         settings = settings_of(recipe, corpus, learning_rate=learning_rate, seed=seed)
         folders = {name: RunCheckpoints(out / name, settings, every=checkpoint_every, last=steps) for name in factories}
         prepare(folders, resume)
@@ -77,12 +82,19 @@ def main(
     for name, make_optimizer in factories.items():
         run = functools.partial(train, recipe, corpus, make_optimizer, learning_rate=learning_rate, seed=seed)
         with progress(name, recipe, done=folders[name].step or 0) as on_step:
-            results[name] = run(checkpoints=folders[name], on_step=on_step)
+            results[name] = run(layout=layout, checkpoints=folders[name], on_step=on_step)
     plot(results, out / "curves.png")
     write_json(results, settings, out / "results.json")
     console = Console()
     console.print(table(results))
     console.print(f"curves: {out}/curves.png, numbers: {out}/results.json", soft_wrap=True)
+
+
+def layout_of(mesh: str) -> Layout:
+    """The layout over the mesh, of this machine's accelerators or of simulated devices."""
+    sizes = axis_sizes(mesh)
+    simulate_devices(math.prod(sizes.values()))
+    return Layout.of(sizes)
 
 
 def prepare(folders: dict[str, RunCheckpoints], resume: bool) -> None:

@@ -2,6 +2,8 @@
 
 from importlib.metadata import version
 
+from spectra_optax.checkpoints import check_stored_state as check_stored_state
+from spectra_optax.checkpoints import checkpoint_contents as checkpoint_contents
 from spectra_optax.codecs.codec import Codec as Codec
 from spectra_optax.codecs.companding import Companded as Companded
 from spectra_optax.codecs.factored import Factored as Factored

@@ -158,9 +158,9 @@ def check_settings(stored: jax.Array, label: str) -> None:
     elif np.array_equal(stored, expected):
         return
     else:
-        found = bytes(np.asarray(stored)).decode(errors="replace")
+        found = decode_settings(stored)
     if found.split(_LEAVES)[0] == label.split(_LEAVES)[0]:
-        problem = "The gradients do not belong to this state, or its leaves were treated by other rules"
+        problem = "The gradients or parameters do not belong to this state, or its leaves were treated by other rules"
     else:
         problem = "The optimizer's state was built under other settings"
     raise ValueError(f"{problem}: expected {label!r}, got {found!r}.")
@@ -227,3 +227,8 @@ def _arrays(field: str, tree: Any, decided: list[tuple[Leaf, Slot | None]]) -> l
 def encode_settings(label: str) -> jax.Array:
     """The settings as an array, uint8 `[n]`, to travel with the state."""
     return jnp.asarray(np.frombuffer(label.encode(), np.uint8))
+
+
+def decode_settings(stored: jax.Array) -> str:
+    """The settings that such an array holds."""
+    return bytes(np.asarray(stored)).decode(errors="replace")

@@ -21,7 +21,8 @@ from lm.data import load_corpus
 from lm.model import ModelConfig
 from lm.optimizers import OPTIMIZERS, optimizer_named
 from lm.settings import settings_of
-from lm.training import Recipe, init_state, train, train_step
+from lm.steps import Recipe, init_state, train_step
+from lm.training import train
 
 EXAMPLES = Path(train_lm.__file__).parent
 MODEL = ModelConfig(layers=1, width=32, heads=2, context=16)

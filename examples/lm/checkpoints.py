@@ -10,7 +10,8 @@ from pathlib import Path
 import orbax.checkpoint as ocp
 
 from .settings import require_same
-from .training import History, TrainState
+from .steps import TrainState
+from .training import History
 
 
 class RunCheckpoints:

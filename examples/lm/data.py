@@ -36,10 +36,10 @@ class Corpus:
     vocabulary: int
     digest: str
 
-    def batch(self, seed: int, step: int, size: int, context: int) -> np.ndarray:
-        """Training windows `[size, context + 1]`, a pure function of the arguments."""
+    def batch(self, seed: int, step: int, size: int, context: int, rows: slice = slice(None)) -> np.ndarray:
+        """Training windows `[size, context + 1]`, or some rows of them, a pure function of the arguments."""
         starts = np.random.default_rng((seed, step)).integers(0, len(self.training) - context, size)
-        return _windows(self.training, starts, context)
+        return _windows(self.training, starts[rows], context)
 
     def validation_windows(self, count: int, context: int) -> np.ndarray:
         """The fixed validation set: `count` windows `[count, context + 1]`, evenly spread over the held-out text."""
