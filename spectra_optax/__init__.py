@@ -7,6 +7,7 @@ from spectra_optax.codecs.companding import Companded as Companded
 from spectra_optax.codecs.factored import Factored as Factored
 from spectra_optax.codecs.spectrum import Spectrum as Spectrum
 from spectra_optax.codecs.wavelet import Wavelet as Wavelet
+from spectra_optax.conversion import convert_state as convert_state
 from spectra_optax.flash import flash_adam as flash_adam
 from spectra_optax.flash import flash_adamw as flash_adamw
 from spectra_optax.flash import flash_lion as flash_lion
