@@ -14,6 +14,7 @@ from spectra_optax.flash import flash_lion as flash_lion
 from spectra_optax.flash import flash_sgd as flash_sgd
 from spectra_optax.fused_step import fused_step as fused_step
 from spectra_optax.gradient_release import gradient_release as gradient_release
+from spectra_optax.health import state_health as state_health
 from spectra_optax.leaves import LeafRules as LeafRules
 from spectra_optax.memory import (
     MemoryRow as MemoryRow,

@@ -8,7 +8,7 @@ import jax
 
 from spectra_optax.leaves import Leaf, LeafRules, wide
 from spectra_optax.lift import leaves_of, named
-from spectra_optax.readings import Numbers, Part, Parts, Reading, counted, taken
+from spectra_optax.readings import Numbers, Parts, Reading, counted, taken
 
 
 class ArrayReading(NamedTuple):

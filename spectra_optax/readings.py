@@ -7,8 +7,8 @@ knows. `readable` lets it tell, in parts of the states of its dense twin:
     spectral momentum         EmaState.ema
     moments in a subspace     ScaleByAdamState.mu, .nu
 
-and a state of Optax's is its own twin. `parts` reads a whole state, however chains and wrappers nest it, `filled` writes
-one. Arrays are computed when they are asked for.
+and a state of Optax's is its own twin. `parts` reads a whole state, however chains and wrappers nest it, `filled`
+writes one. Arrays are computed when they are asked for.
 """
 
 import contextvars
@@ -61,7 +61,8 @@ class _Observed:
 
     @classmethod
     def tree_unflatten(cls, reading, children):
-        return cls(*children, reading)
+        params, numbers = children
+        return cls(params, numbers, reading)
 
 
 _is_observed = lambda node: isinstance(node, _Observed)
@@ -136,15 +137,12 @@ def counted(found: Parts, owner: str, fresh: jax.Array) -> jax.Array:
 
 def _observed(tx: optax.GradientTransformation, params: Any) -> Any:
     """The structure of a state, with `_Observed` in place of those that are readable."""
-    # New functions, because JAX remembers what it traced by the function.
     token = _observing.set(True)
     try:
+        # New functions, because JAX remembers what it traced by the function.
         shapes = jax.eval_shape(lambda p: tx.init(p), params)
-        numbers = (
-            jax.jit(lambda p: [node.numbers for node in _nodes(tx.init(p))])(params)
-            if any(node.numbers for node in _nodes(shapes))
-            else []
-        )
+        zeros = lambda x: jnp.zeros(x.shape, x.dtype)  # of which none is built
+        numbers = jax.jit(lambda: [node.numbers for node in _nodes(tx.init(jax.tree.map(zeros, params)))])()
     finally:
         _observing.reset(token)
     known = iter(numbers)

@@ -42,6 +42,8 @@ def leaves_by_path(rules: LeafRules, treated: list[Leaf]) -> LeafOf:
 
 
 def encode(codecs: dict[str, Codec], leaf_of: LeafOf, state: Any, count: jax.Array) -> Any:
+    """A state with the fields that have a codec encoded."""
+
     def rule(node):
         held = {name: _encode_field(codecs[name], leaf_of, node[name], count) for name in node if name in codecs}
         forms = {

@@ -116,7 +116,8 @@ def compressed_state(
         del numbers
         leaf_of = leaves_by_path(leaves, leaves_of(params, leaves))
         count = counted(found, CompressedState.__name__, fresh.step)
-        full = filled(inner, inner.init(params), params, found)
+        full = decode(codecs, leaf_of, fresh.inner_state, jax.eval_shape(inner.init, params))
+        full = filled(inner, full, params, found)
         return CompressedState(count, encode(codecs, leaf_of, full, count), fresh.settings)
 
     plain = optax.GradientTransformationExtraArgs(init, update)

@@ -23,7 +23,7 @@ from spectra_optax import arguments
 from spectra_optax.arguments import Scalar
 from spectra_optax.codecs.wavelet import Wavelet
 from spectra_optax.leaves import LINEAR_LAYERS, LeafRules
-from spectra_optax.transforms.neighbours import means, missing
+from spectra_optax.transforms.neighbours import completing, means
 from spectra_optax.transforms.short_moments import (
     Decays,
     Held,
@@ -49,7 +49,7 @@ class FoamState(NamedTuple):
 def _fold(settings: Settings, axis: int, x: jax.Array) -> jax.Array:
     """Means of neighbours; in the reference, of zeros too beyond the end of the axis."""
     mean = means(settings.wavelet, x, axis)
-    return mean if settings.mode == "reference" else mean * missing(settings.wavelet, x.shape[axis], axis)
+    return mean if settings.mode == "reference" else mean * completing(settings.wavelet, x.shape[axis], axis, x.ndim)
 
 
 def _folded(settings: Settings, axis: int, count: jax.Array, x: jax.Array, decays: Decays, held: Held):
@@ -68,10 +68,10 @@ def _folded(settings: Settings, axis: int, count: jax.Array, x: jax.Array, decay
 def _views(settings: Settings) -> Views:
     """The mean of an average is the average of means: what is folded is exact."""
     wavelet = settings.wavelet
-    lost = lambda n, axis: missing(wavelet, n, axis) if settings.mode == "reference" else 1.0
 
     def whole(n, axis, mu, nu):
-        return tuple(wavelet.spread(x * lost(n, axis), n, axis) for x in (mu, nu))
+        weight = completing(wavelet, n, axis, mu.ndim) if settings.mode == "reference" else 1.0
+        return wavelet.spread(mu * weight, n, axis), wavelet.spread(nu * weight, n, axis)
 
     def short(axis, numbers, mu, nu):
         return {"mu": _fold(settings, axis, mu), "nu": _fold(settings, axis, nu)}

@@ -17,18 +17,18 @@ from spectra_optax.codecs.wavelet import Wavelet
 
 
 def means(wavelet: Wavelet, x: jax.Array, axis: int) -> jax.Array:
-    """Means of `2^level` neighbours along an axis, zeros beyond its end included; of Haar's wavelet."""
-    return wavelet.approximation(x, axis) * 2.0 ** (-wavelet.level / 2)
+    """Means of `2^level` neighbours along an axis, zeros beyond its end included."""
+    return wavelet.sums(x, axis) * 2.0**-wavelet.level
 
 
-def missing(wavelet: Wavelet, n: int, axis: int) -> np.ndarray | float:
-    """By how much a mean of an axis of length `n` is to be multiplied that its zeros beyond the end do not count."""
+def completing(wavelet: Wavelet, n: int, axis: int, ndim: int) -> np.ndarray | float:
+    """What the means of an axis of length `n` are multiplied by, so that zeros beyond its end do not count."""
     neighbours = 2**wavelet.level
     if not wavelet.is_haar or n % neighbours == 0:
         return 1.0
     weight = np.ones(wavelet.length(n), np.float32)
     weight[-1] = neighbours / (n % neighbours)
-    return weight[:, None] if axis == -2 else weight
+    return np.expand_dims(weight, tuple(a for a in range(-ndim, 0) if a != axis))
 
 
 def power(wavelet: Wavelet, nu: jax.Array, axis: int) -> jax.Array:
@@ -36,16 +36,16 @@ def power(wavelet: Wavelet, nu: jax.Array, axis: int) -> jax.Array:
     if wavelet.is_haar:
         return means(wavelet, nu, axis)
     haar = dataclasses.replace(wavelet, kind="haar")
-    mean = means(haar, nu, axis) * missing(haar, nu.shape[axis], axis)
+    mean = means(haar, nu, axis) * completing(haar, nu.shape[axis], axis, nu.ndim)
     more = [(0, wavelet.length(nu.shape[axis]) - mean.shape[axis]), (0, 0)]  # of filters that reach beyond the end
     return jnp.pad(mean, [(0, 0)] * (nu.ndim - 2) + (more if axis == -2 else more[::-1]), mode="edge")
 
 
 def spread_power(wavelet: Wavelet, nu: jax.Array, n: int, axis: int) -> jax.Array:
     """The second moments, alike among neighbours, for which `power` gives these."""
-    return wavelet.spread(nu * missing(wavelet, n, axis), n, axis)
+    return wavelet.spread(nu * completing(wavelet, n, axis, nu.ndim), n, axis)
 
 
 def expansion(wavelet: Wavelet, mu: jax.Array, n: int, axis: int) -> jax.Array:
     """What has these approximations and no details, up to the end of the axis."""
-    return wavelet.expansion(mu * missing(wavelet, n, axis), n, axis)
+    return wavelet.expansion(mu * completing(wavelet, n, axis, mu.ndim), n, axis)

@@ -168,5 +168,5 @@ def scale_by_spectral_momentum(
     step = functools.partial(_step, decay=arguments.decay_rate("decay", decay), spectrum=spectrum)
     slots = functools.partial(_slots, spectrum=spectrum)
     tx = lift(SpectralMomentumState, slots, step, leaves, f"spectral_momentum {spectrum.label}")
-    read, write = (functools.partial(rule, spectrum=spectrum) for rule in (_average, _kept))
+    read, write = functools.partial(_average, spectrum=spectrum), functools.partial(_kept, spectrum=spectrum)
     return readable(tx, lifted(SpectralMomentumState, leaves, ArrayReading(((EMA, "ema"),), read, write)))
