@@ -13,8 +13,9 @@ averages that are not yet corrected for their bias, `t` updates behind them, and
                       neighbours are uncorrelated
     gwt_adafactor     rms_row, rms_col as above; mu = approximation of mu / sqrt(nu_hat)
 
-and back: `mu` and `nu` are what the compact form decodes to, with nothing in what it does not hold. Forms of float32
-that hold what they are given come back bit for bit, codes too if they are rounded to the nearest.
+and back: `mu` and `nu` are what the compact form decodes to, with nothing in what it does not hold. What a form holds
+comes back from there bit for bit, where the arithmetic is by powers of two: codes that are rounded to the nearest, and
+subspaces of even levels whose neighbours are complete; to rounding elsewhere, but for spectral blocks that are padded.
 """
 
 from typing import Any
@@ -22,7 +23,6 @@ from typing import Any
 import jax
 import optax
 
-from spectra_optax import arguments
 from spectra_optax.lift import named
 from spectra_optax.readings import filled, parts
 from spectra_optax.transforms.in_float32 import check_alike
@@ -56,7 +56,6 @@ def convert_state(
 
     Raises:
       ValueError: if the state is not one of `source`, or does not tell a field that the target holds: both are named.
-      TypeError: if `source` or `target` is no `optax.GradientTransformation`.
 
     Example:
       >>> import jax.numpy as jnp, optax
@@ -69,8 +68,6 @@ def convert_state(
       >>> print(f"{mu.mean():.3f}")
       0.050
     """
-    arguments.instance("source", source, optax.GradientTransformation)
-    arguments.instance("target", target, optax.GradientTransformation)
     if target_params is None:
         target_params = params
     check_alike("target_params", target_params, "params", params)

@@ -84,7 +84,7 @@ def _arrays(state: Any, params: Any) -> list[tuple[str, jax.Array, bool]]:
     found: dict[str, tuple[jax.Array, bool]] = {}
     for path, x in jax.tree_util.tree_flatten_with_path(unboxed(state))[0]:
         leaf = owner(path, leaves)
-        if leaf is None or x.size == 0:
+        if leaf is None or x.size == 0 or _is_setting(path):
             continue
         before = path[: len(path) - len(leaf)]
         last = max((i for i, key in enumerate(before) if isinstance(key, jax.tree_util.GetAttrKey)), default=0)
@@ -92,6 +92,11 @@ def _arrays(state: Any, params: Any) -> list[tuple[str, jax.Array, bool]]:
         whole = "/".join(filter(None, (path_name(leaf), path_name(before))))
         found[name if name not in found else whole] = x, path_name(before[-1:]) in _SCALES
     return [(name, x, is_scale) for name, (x, is_scale) in found.items()]
+
+
+def _is_setting(path: tuple[Any, ...]) -> bool:
+    """Whether an array is a state's description of itself, which parameters that are one array seem to own."""
+    return isinstance(path[-1], jax.tree_util.GetAttrKey) and path[-1].name == "settings"
 
 
 def _measures(x: jax.Array, is_scale: bool) -> dict[str, Callable[[jax.Array], jax.Array]]:

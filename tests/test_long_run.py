@@ -6,11 +6,15 @@ one matrix never has a gradient.
 """
 
 import functools
+import math
+from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 
 from spectra_optax import (
     Companded,
@@ -52,9 +56,17 @@ def start(dtype):
     return jax.tree.map(lambda shape: jnp.ones(shape, dtype), SHAPES, is_leaf=lambda node: isinstance(node, tuple))
 
 
-def drifts(name):
+class Entry(NamedTuple):
+    """An optimizer beside its twin, the share of the twin's way that it may be off, and the parameters' dtype."""
+
+    make: Callable[[jax.Array], tuple[optax.GradientTransformation, optax.GradientTransformation]]
+    share: float
+    dtype: str = "float32"
+
+
+def drifts(entry):
     """After each quarter and by leaf, for each b2: root mean squares of the distance from the twin and of its way."""
-    make, dtype = ENTRIES[name]
+    make, _, dtype = entry
     rng = np.random.default_rng(0)
     draw = lambda: {k: jnp.asarray(rng.standard_normal(SHAPES[k]), "float32") for k in ("kernel", "embedding", "bias")}
     means, scales = draw(), jax.tree.map(jnp.exp, draw())
@@ -93,8 +105,12 @@ def drifts(name):
     return found
 
 
-def codes(inner):
-    return compress_state(inner, mu=Companded(), nu=Companded("unsigned"))
+def codes(make):
+    return lambda *args, **settings: compress_state(make(*args, **settings), mu=Companded(), nu=Companded("unsigned"))
+
+
+def split(make):
+    return lambda *args, **settings: split_master_weights(make(*args, **settings))
 
 
 def pair(ours, twin, largest):
@@ -111,19 +127,33 @@ def spectra(momentum):
 
 
 F32 = spectra(Spectrum(dtype="float32"))
+SPLIT = math.sqrt(CYCLE) / 2 * 2.0**-15
 ENTRIES = {
-    "flash_adamw": (pair(flash_adamw, optax.adamw, 1e-3), "float32"),
-    "flash_adamw, split": (pair(flash_adamw, optax.adamw, 1e-3), "bfloat16"),
-    "flash_lion": (pair(flash_lion, optax.lion, 1e-4), "float32"),
-    "flash_sgd": (pair(sgd(flash_sgd), sgd(optax.sgd), 1e-2), "float32"),
-    "spectra_adamw": (pair(spectra_adamw, F32, 1e-3), "float32"),
-    "spectra_adamw, bfloat16": (pair(spectra(Spectrum()), F32, 1e-3), "float32"),
-    "spectra_adamw, full": (pair(spectra(FullMomentum("bfloat16")), spectra(FullMomentum()), 1e-3), "float32"),
-    "spectra_adamw, split": (pair(lambda *a, **b: split_master_weights(spectra_adamw(*a, **b)), F32, 1e-3), "bfloat16"),
-    "gwt_adamw, codes": (pair(lambda *a, **b: codes(gwt_adamw(*a, **b)), gwt_adamw, 1e-3), "float32"),
-    "foam_adamw, codes": (pair(lambda *a, **b: codes(foam_adamw(*a, **b)), foam_adamw, 1e-3), "float32"),
-    "gwt_adafactor, split": (
-        pair(lambda *a, **b: split_master_weights(gwt_adafactor(*a, **b)), gwt_adafactor, 1e-3),
-        "bfloat16",
-    ),
+    "flash_adamw": Entry(pair(flash_adamw, optax.adamw, 1e-3), 0.10),
+    "flash_lion": Entry(pair(flash_lion, optax.lion, 1e-4), 0.40),
+    "flash_sgd": Entry(pair(sgd(flash_sgd), sgd(optax.sgd), 1e-2), 0.02),
+    "spectra_adamw": Entry(pair(spectra_adamw, F32, 1e-3), 0.02),
+    "spectra_adamw, bfloat16": Entry(pair(spectra(Spectrum()), F32, 1e-3), 0.01),
+    "spectra_adamw, full": Entry(pair(spectra(FullMomentum("bfloat16")), spectra(FullMomentum()), 1e-3), 0.03),
+    "spectra_adamw, split": Entry(pair(split(spectra_adamw), F32, 1e-3), 0.02, "bfloat16"),
+    "gwt_adamw, codes": Entry(pair(codes(gwt_adamw), gwt_adamw, 1e-3), 0.10),
+    "foam_adamw, codes": Entry(pair(codes(foam_adamw), foam_adamw, 1e-3), 0.10),
+    "gwt_adafactor, split": Entry(pair(split(gwt_adafactor), gwt_adafactor, 1e-3), 0.001, "bfloat16"),
 }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ENTRIES)
+def test_no_quarter_of_a_long_run_leaves_the_dense_twin(name):
+    """The distance of the weights is at most a share of the way, and what rounding the weights themselves costs.
+
+    Codes err by a share of what they stand for, so updates and the distance do by a share of the way: that of the
+    docstrings, a little above what was measured. Weights of 24 bits between 1 and 2 are rounded to steps of `2^-15` at
+    random, by a standard deviation of at most half a step each time, so after n steps by `sqrt(n) / 2` of them.
+    """
+    entry = ENTRIES[name]
+    for number, quarter in enumerate(drifts(entry)):
+        for leaf, (distance, way) in quarter.items():
+            print(f"{name:24} quarter {number + 1} {leaf:10} {distance / way}")
+            assert np.all(distance <= entry.share * way + (SPLIT if entry.dtype == "bfloat16" else 0.0)), (number, leaf)
+            assert np.all(way > 0)
