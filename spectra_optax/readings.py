@@ -215,14 +215,10 @@ def _is_held(field: Any, paths: dict[str, Any]) -> bool:
     arrays = named(field)
     if _nodes(field) or not arrays:
         return False
-    path, x = arrays[0]
-    if path == "":
-        return _is_count(x) or (path in paths and jnp.issubdtype(x.dtype, jnp.inexact)) or _alike(x, paths.get(path))
+    if [path for path, _ in arrays] == [""]:  # of a state that counts, or of parameters that are one array
+        x = arrays[0][1]
+        return _is_count(x) or ("" in paths and not jnp.issubdtype(x.dtype, jnp.unsignedinteger))
     return all(path in paths for path, _ in arrays)
-
-
-def _alike(x: Any, param: Any) -> bool:
-    return param is not None and x.shape == param.shape
 
 
 def _is_count(x: Any) -> bool:
