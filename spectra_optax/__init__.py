@@ -9,12 +9,14 @@ from spectra_optax.codecs.companding import Companded as Companded
 from spectra_optax.codecs.factored import Factored as Factored
 from spectra_optax.codecs.spectrum import Spectrum as Spectrum
 from spectra_optax.codecs.wavelet import Wavelet as Wavelet
+from spectra_optax.conversion import convert_state as convert_state
 from spectra_optax.flash import flash_adam as flash_adam
 from spectra_optax.flash import flash_adamw as flash_adamw
 from spectra_optax.flash import flash_lion as flash_lion
 from spectra_optax.flash import flash_sgd as flash_sgd
 from spectra_optax.fused_step import fused_step as fused_step
 from spectra_optax.gradient_release import gradient_release as gradient_release
+from spectra_optax.health import state_health as state_health
 from spectra_optax.leaves import LeafRules as LeafRules
 from spectra_optax.memory import (
     MemoryRow as MemoryRow,

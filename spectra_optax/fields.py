@@ -21,10 +21,10 @@ def map_nodes(rule: Callable[[dict[str, Any]], Mapping[str, Any]], state: Any) -
     keys, children, treedef = opened(state)
     if not keys:
         return state
-    fields = {key.name: child for key, child in zip(keys, children, strict=True) if _is_field(key)}
+    fields = {key.name: child for key, child in zip(keys, children, strict=True) if is_field(key)}
     new = rule(fields) if fields else {}
     return treedef.unflatten(
-        new[key.name] if _is_field(key) and key.name in new else map_nodes(rule, child)
+        new[key.name] if is_field(key) and key.name in new else map_nodes(rule, child)
         for key, child in zip(keys, children, strict=True)
     )
 
@@ -95,5 +95,6 @@ def opened(node: Any) -> tuple[list[Any], list[Any], Any]:
     return [path[0] for path, _ in flat if path], [child for path, child in flat if path], treedef
 
 
-def _is_field(key: Any) -> bool:
+def is_field(key: Any) -> bool:
+    """Whether a key names a field of a NamedTuple or a dataclass."""
     return isinstance(key, jax.tree_util.GetAttrKey)

@@ -44,6 +44,9 @@ def flash_adamw(
 ) -> optax.GradientTransformationExtraArgs:
     """`optax.adamw` at 7 bytes per parameter instead of 16, gradients and weights included.
 
+    Over 20,000 steps at b2 up to 0.9999, through gradients that drop a thousandfold and learning rates that restart,
+    weights stay within 10 % of their way from float32's (`tests/test_long_run.py`), and within what 24 bits round.
+
     Args:
       learning_rate: a number or a schedule; AdamW's.
       b1: decay of the momentum, in [0, 1).
@@ -88,6 +91,8 @@ def flash_adam(
 ) -> optax.GradientTransformationExtraArgs:
     """`optax.adam` at 7 bytes per parameter instead of 16, gradients and weights included.
 
+    It stays as near to float32's as `flash_adamw` does.
+
     Args:
       learning_rate: a number or a schedule; Adam's.
       b1: decay of the momentum, in [0, 1).
@@ -114,6 +119,9 @@ def flash_sgd(
     leaves: LeafRules = LeafRules(),
 ) -> optax.GradientTransformationExtraArgs:
     """`optax.sgd` at 6 bytes per parameter instead of 12, gradients and weights included.
+
+    Over 20,000 steps, through gradients that drop a thousandfold and learning rates that restart, weights stay within
+    2 % of their way from float32's (`tests/test_long_run.py`), and within what 24 bits round.
 
     Args:
       learning_rate: a number or a schedule; SGD's.
@@ -153,6 +161,10 @@ def flash_lion(
     leaves: LeafRules = LeafRules(),
 ) -> optax.GradientTransformationExtraArgs:
     """`optax.lion` at 6 bytes per parameter instead of 12, gradients and weights included.
+
+    Over 20,000 steps at b2 of 0.999 and 0.9999, through gradients that drop a thousandfold and learning rates that
+    restart, weights stay within 40 % of their way from float32's (`tests/test_long_run.py`): a sign says nothing of how
+    near to 0 its momentum is, so where that hardly differs from 0, codes flip it.
 
     Args:
       learning_rate: a number or a schedule; Lion's.

@@ -75,6 +75,10 @@ def spectra_adamw(
     Leaves that are no matrices, or small, are `optax.adamw` in float32. The root of the share of coefficients
     that are kept makes AdamW's own learning rates fit; `FullMomentum` keeps all.
 
+    Over 20,000 steps at b2 up to 0.9999, through gradients that drop a thousandfold and learning rates that restart,
+    weights stay within 2 % of their way from those of float32 coefficients, 1 % with coefficients in bfloat16, 3 % with
+    `FullMomentum("bfloat16")` (`tests/test_long_run.py`).
+
     Args:
       learning_rate: a number or a schedule; start from AdamW's.
       b1: decay of the momentum, in [0, 1).

@@ -42,6 +42,9 @@ def gwt_adamw(
 ) -> optax.GradientTransformationExtraArgs:
     """AdamW with moments for one number in `2^level`: the Gradient Wavelet Transform.
 
+    Its state is float32. With moments in 8 bits by `compress_state`, weights stay within 10 % of their way from its own
+    over 20,000 steps at b2 up to 0.9999, as gradients drop a thousandfold (`tests/test_long_run.py`).
+
     Args:
       learning_rate: a number or a schedule.
       b1: decay of the momentum, in [0, 1).
@@ -88,6 +91,9 @@ def foam_adamw(
     leaves: LeafRules = LINEAR_LAYERS,
 ) -> optax.GradientTransformationExtraArgs:
     """AdamW with moments of means of `2^level` neighbours: FOAM.
+
+    Its state is float32. With moments in 8 bits by `compress_state`, weights stay within 10 % of their way from its own
+    over 20,000 steps at b2 up to 0.9999, as gradients drop a thousandfold (`tests/test_long_run.py`).
 
     Args:
       learning_rate: a number or a schedule.
@@ -140,6 +146,9 @@ def gwt_adafactor(
 
     Gradients are divided by the root of their factored second moment first, details included, which the published
     form passes undivided; then approximations are averaged, and details pass at what an average leaves of noise.
+
+    Its state is float32. Behind `split_master_weights` it stays within what 24 bits round, and 0.1 % of the way, over
+    20,000 steps at b2 up to 0.9999, as gradients drop a thousandfold (`tests/test_long_run.py`).
 
     Args:
       learning_rate: a number or a schedule.

@@ -162,6 +162,17 @@ def test_what_is_not_finite_stays_so_within_its_group(form, bad):
     assert np.isfinite(y[64:]).all()
 
 
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize("shape", [(64, 64), (2, 64, 33), (128, 256)])
+def test_one_number_that_is_not_finite_marks_its_group_in_every_shape(shape, bad):
+    x = np.ones(shape, np.float32)
+    x[..., 7, :] = bad
+    for sign in ("signed", "unsigned"):
+        scales = encode(Companded(sign), x)["scales"]
+        assert not np.isfinite(scales[..., 0, :]).any()
+        assert np.isfinite(scales[..., 1:, :]).all()
+
+
 @any_form
 def test_stacked_is_each_alone(form):
     x = numbers((3, 70, 4), form)

@@ -26,7 +26,7 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
-from spectra_optax import arguments
+from spectra_optax import arguments, backend
 from spectra_optax.codecs.blocks import Layout, apart, block_length
 from spectra_optax.codecs.rounding import random_bits
 from spectra_optax.leaves import Leaf
@@ -129,7 +129,7 @@ class Companded:
         return self._encode(layout, apart(layout.split(x, cut)), cut, count)
 
     def _encode(self, layout: Layout, groups: jax.Array, cut: int, count: jax.Array) -> dict[str, jax.Array]:
-        largest = jnp.max(jnp.abs(groups), axis=-2, keepdims=True)
+        largest = _largest(groups)
         held = largest if self.scale == "float32" else _exponent(largest)
         codes = self._codes(groups, self._scale(held), count)
         if self.bits == 4:
@@ -191,6 +191,17 @@ class Companded:
             return layout
         packed = -(-layout.block // 2)
         return Layout(layout.count * packed, packed, layout.count, packed)
+
+
+def _largest(groups: jax.Array) -> jax.Array:
+    """The largest magnitude of each group `[..., g, c]`, as `[..., 1, c]`; NaN where there is one.
+
+    XLA's maxima of floats lose NaNs on CPUs, for some shapes; their bits are in the same order, and NaN's are the last.
+    """
+    if backend.name() == "tpu":  # whose kernels have no maxima of integers
+        return jnp.max(jnp.abs(groups), axis=-2, keepdims=True)
+    bits = jax.lax.bitcast_convert_type(groups, jnp.int32) & 0x7FFFFFFF
+    return jax.lax.bitcast_convert_type(jnp.max(bits, axis=-2, keepdims=True), jnp.float32)
 
 
 def _whole(layout: Layout) -> Layout:

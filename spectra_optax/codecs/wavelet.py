@@ -143,15 +143,17 @@ class Wavelet:
 
     def approximation(self, x: jax.Array, axis: int = -2) -> jax.Array:
         """The first of `transform`."""
-        if not self.is_haar:
-            return self.transform(x, axis)[0]
+        return self.sums(x, axis) * 2.0 ** (-self.level / 2) if self.is_haar else self.transform(x, axis)[0]
+
+    def sums(self, x: jax.Array, axis: int = -2) -> jax.Array:
+        """Sums of `2^level` neighbours, zeros beyond the end of the axis included."""
         whole, reduced = self._tiles(x.shape[axis])
         blocks = whole.split(x, axis)
         if reduced.block == 1:
             sums = jnp.sum(blocks, axis=-2, keepdims=True)
         else:
             sums = product(self._neighbours(x.dtype), blocks)
-        return reduced.join(sums * 2.0 ** (-self.level / 2), axis)
+        return reduced.join(sums, axis)
 
     def expansion(self, a: jax.Array, n: int, axis: int = -2) -> jax.Array:
         """The inverse of an approximation whose details are zero: the transpose of `approximation`."""

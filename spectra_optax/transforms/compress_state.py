@@ -11,32 +11,26 @@ Bytes per parameter: those of the codecs; AdamW with `mu=Companded(), nu=Compand
 8. Leaves that are dense under `LeafRules`, and complex ones, stay in float32.
 """
 
-import dataclasses
-import functools
 import math
-from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from spectra_optax import arguments, fields, sharding
+from spectra_optax import arguments, fields
 from spectra_optax.codecs.codec import Codec
 from spectra_optax.codecs.companding import Companded
-from spectra_optax.leaves import Leaf, LeafRules, wide
-from spectra_optax.lift import FORMAT, check_settings, check_type, described, encode_settings, leaves_of, named
+from spectra_optax.leaves import LeafRules
+from spectra_optax.lift import FORMAT, check_settings, check_type, described, encode_settings, leaves_of
 from spectra_optax.locality import Local
+from spectra_optax.readings import Reading, counted, filled, parts, readable
 from spectra_optax.tiling import local_of, tiled, untiled
+from spectra_optax.transforms.compact_fields import decode, encode, leaves_by_path, zeros
 from spectra_optax.transforms.fitting_forms import check_codecs, check_fields
 from spectra_optax.transforms.in_blocks import in_blocks
 from spectra_optax.transforms.in_float32 import in_float32
 from spectra_optax.transforms.zero_start import starts_at_zero, without_zeros
-
-LeafOf = Callable[[str, tuple[int, ...]], Leaf | None]
-
-_SHORTEST = 8  # sides that are worth a scale: an average of 32 rows in a subspace may have fewer than `min_dim`
-_DENSE = "dense"  # the tree, beside those of the codec, of the leaves that are held as they are
 
 
 class CompressedState(NamedTuple):
@@ -95,25 +89,40 @@ def compressed_state(
 
     def init(params):
         treated, count = leaves_of(params, leaves), jnp.zeros([], jnp.int32)
-        leaf_of, shapes = _leaf_of(leaves, treated), jax.eval_shape(inner.init, params)
+        leaf_of, shapes = leaves_by_path(leaves, treated), jax.eval_shape(inner.init, params)
         check_fields(codecs, fields.nodes(shapes))
         if starts_at_zero(inner.init, codecs, params, shapes):
-            held = without_zeros(inner.init, _zeros(codecs, leaf_of, shapes, params), codecs, params)
+            held = without_zeros(inner.init, zeros(codecs, leaf_of, shapes, params), codecs, params)
         else:
-            held = _encode(codecs, leaf_of, inner.init(params), count)
+            held = encode(codecs, leaf_of, inner.init(params), count)
         return CompressedState(count, held, encode_settings(described(label, treated)))
 
     def update(updates, state, params=None, **extra_args):
         check_type(state, CompressedState)
         treated, count = leaves_of(updates, leaves), jnp.asarray(optax.safe_increment(state.step))
         check_settings(state.settings, described(label, treated))
-        leaf_of = _leaf_of(leaves, treated)
+        leaf_of = leaves_by_path(leaves, treated)
         shapes = jax.eval_shape(inner.init, updates if params is None else params)
-        full = _decode(codecs, leaf_of, state.inner_state, shapes)
+        full = decode(codecs, leaf_of, state.inner_state, shapes)
         updates, full = inner.update(updates, full, params, **extra_args)
-        return updates, CompressedState(count, _encode(codecs, leaf_of, full, count), state.settings)
+        return updates, CompressedState(count, encode(codecs, leaf_of, full, count), state.settings)
 
-    return in_float32(optax.GradientTransformationExtraArgs(init, update))
+    def read(state, params, numbers):
+        del numbers
+        leaf_of = leaves_by_path(leaves, leaves_of(params, leaves))
+        full = decode(codecs, leaf_of, state.inner_state, jax.eval_shape(inner.init, params))
+        return parts(inner, full, params) | {(CompressedState.__name__, "step", ""): lambda: state.step}
+
+    def write(fresh, params, found, numbers):
+        del numbers
+        leaf_of = leaves_by_path(leaves, leaves_of(params, leaves))
+        count = counted(found, CompressedState.__name__, fresh.step)
+        full = decode(codecs, leaf_of, fresh.inner_state, jax.eval_shape(inner.init, params))
+        full = filled(inner, full, params, found)
+        return CompressedState(count, encode(codecs, leaf_of, full, count), fresh.settings)
+
+    plain = optax.GradientTransformationExtraArgs(init, update)
+    return in_float32(readable(plain, Reading(read, write)))
 
 
 def local_to_blocks(inner: optax.GradientTransformation, leaves: LeafRules, codecs: dict[str, Codec]) -> Local:
@@ -135,118 +144,3 @@ def local_to_blocks(inner: optax.GradientTransformation, leaves: LeafRules, code
     if within:
         return within._replace(build=build, rules=(leaves, *within.rules), block=block)
     return Local(build, (leaves,), block, (inner,))
-
-
-def _leaf_of(rules: LeafRules, treated: list[Leaf]) -> LeafOf:
-    """How the array of a state at a path is compressed; None if it is not.
-
-    One that is shorter than its parameter (an average in a subspace) is a matrix over its own last two axes.
-    """
-    matrices = {leaf.path: leaf for leaf in treated if leaf.is_matrix and not leaf.is_complex}
-
-    def leaf_of(path: str, shape: tuple[int, ...]) -> Leaf | None:
-        leaf, n = matrices.get(path), len(shape)
-        if leaf is None or leaf.shape == shape:
-            return leaf
-        if n < 2 or min(shape[-2:]) < min(rules.min_dim, _SHORTEST):
-            return None
-        return dataclasses.replace(leaf, shape=shape, rows=(n - 2,), cols=(n - 1,), block=None)
-
-    return leaf_of
-
-
-def _encode(codecs: dict[str, Codec], leaf_of: LeafOf, state: Any, count: jax.Array) -> Any:
-    def rule(node):
-        held = {name: _encode_field(codecs[name], leaf_of, node[name], count) for name in node if name in codecs}
-        forms = {
-            name: codec for name, codec in codecs.items() if name in held and getattr(codec, "zero_is_zero", False)
-        }
-        second = [held[name]["codes"] for name, codec in forms.items() if codec.sign == "unsigned"]
-        for name, codec in forms.items():
-            if codec.sign == "signed":
-                held[name]["codes"] = functools.reduce(_settled, second, held[name]["codes"])
-        return held
-
-    return fields.map_nodes(rule, state)
-
-
-def _settled(codes: Any, second: Any) -> Any:
-    """Codes of a momentum, 0 where those of the second moment are: a remainder must not be divided by nothing."""
-    # Those of another shape have 4 bits, and are never 0.
-    rule = lambda m, v: jnp.where(v == 0, jnp.zeros_like(m), m) if m.shape == v.shape else m
-    return jax.tree.map(rule, codes, second)
-
-
-def _encode_field(codec: Codec, leaf_of: LeafOf, tree: Any, count: jax.Array) -> dict[str, Any]:
-    def rule(path: str, x: jax.Array) -> dict[str, tuple[jax.Array, bool]]:
-        leaf = leaf_of(path, x.shape)
-        if leaf is None:
-            return {_DENSE: (x, True)}
-        slots = codec.slots(leaf)
-        arrays = _encoded(codec, leaf, x, count)
-        return {name: (array, sharding.fits(slots[name], x.shape)) for name, array in arrays.items()}
-
-    return fields.spread(tree, (_DENSE, *codec.names), rule)
-
-
-def _zeros(codecs: dict[str, Codec], leaf_of: LeafOf, shapes: Any, params: Any) -> Any:
-    """A state of shapes with the fields that have a codec encoded, as those that start at zero are."""
-    owners = dict(named(params))
-
-    def beside(s: sharding.Slot, param: Any) -> jax.Array:
-        known = len(s.shape) == len(param.shape)
-        return sharding.start(s if known else s._replace(axes=(None,) * len(s.shape)), param)
-
-    def start(codec, path, x):
-        leaf, param = leaf_of(path, x.shape), owners.get(path, x)
-        if leaf is not None:
-            return {n: (beside(s, param), sharding.fits(s, x.shape)) for n, s in codec.slots(leaf).items()}
-        axes = range(x.ndim) if param.shape == x.shape else [None] * x.ndim
-        return {_DENSE: (sharding.start(sharding.slot(x.shape, x.dtype, axes), param), True)}
-
-    def rule(node):
-        spread = lambda name, codec: fields.spread(node[name], (_DENSE, *codec.names), functools.partial(start, codec))
-        return {name: spread(name, codec) for name, codec in codecs.items() if name in node}
-
-    return fields.map_nodes(rule, shapes)
-
-
-def _decode(codecs: dict[str, Codec], leaf_of: LeafOf, state: Any, shapes: Any) -> Any:
-    """The full state, whose shapes say what the codes stand for."""
-    expected: list[dict[str, Any]] = []
-
-    def collect(node):
-        held = {name: node[name] for name in codecs if name in node}
-        expected.append(held)
-        return held
-
-    def rule(node):
-        like = next(following)
-        return {name: _decode_field(codecs[name], leaf_of, node[name], like[name]) for name in like}
-
-    fields.map_nodes(collect, shapes)
-    following = iter(expected)
-    return fields.map_nodes(rule, state)
-
-
-def _decode_field(codec: Codec, leaf_of: LeafOf, trees: Any, like: Any) -> Any:
-    shapes = {path: x.shape for path, x in named(like)}
-
-    def full(path: str, arrays: Mapping[str, jax.Array]) -> jax.Array:
-        if _DENSE in arrays:
-            return arrays[_DENSE]
-        leaf = leaf_of(path, shapes[path])
-        assert leaf is not None
-        return _decoded(codec, leaf, dict(arrays))
-
-    return fields.gather(trees, like, full)
-
-
-@functools.partial(jax.jit, static_argnames=("codec", "leaf"))
-def _encoded(codec: Codec, leaf: Leaf, x: jax.Array, count: jax.Array) -> dict[str, jax.Array]:
-    return codec.encode(leaf, x.astype(jnp.float32), count)
-
-
-@functools.partial(jax.jit, static_argnames=("codec", "leaf"))
-def _decoded(codec: Codec, leaf: Leaf, arrays: dict[str, jax.Array]) -> jax.Array:
-    return codec.decode(leaf, arrays).astype(wide(leaf.dtype))

@@ -23,7 +23,10 @@ from spectra_optax.arguments import Scalar
 from spectra_optax.codecs import factored
 from spectra_optax.leaves import Leaf, LeafRules
 from spectra_optax.lift import lift
+from spectra_optax.lifted_readings import ArrayReading, lifted
+from spectra_optax.readings import ADAM, EMA, Numbers, Parts, counted, readable
 from spectra_optax.sharding import Slot, slot
+from spectra_optax.transforms.block_clip import excess, squares
 
 
 class FactoredRmsState(NamedTuple):
@@ -52,8 +55,12 @@ class Factors(NamedTuple):
 def factors(row, col, unbias: jax.Array, b2: jax.Array, eps: jax.Array, rms_row, rms_col):
     """The factors for gradients of these root mean squares, and the new statistics."""
     row, col = factored.average(rms_row, row, b2), factored.average(rms_col, col, b2)
+    return _inverse(unbias, row, col, eps), {"rms_row": row, "rms_col": col}
+
+
+def _inverse(unbias: jax.Array, row: jax.Array, col: jax.Array, eps: jax.Array) -> Factors:
     inverse_row, inverse_col = factored.inverse_root(row, col, eps)
-    return Factors((unbias * inverse_row)[..., None], inverse_col[..., None, :]), {"rms_row": row, "rms_col": col}
+    return Factors((unbias * inverse_row)[..., None], inverse_col[..., None, :])
 
 
 def scaled(x: jax.Array, by: Factors, b2: jax.Array) -> jax.Array:
@@ -74,10 +81,13 @@ def _matrix(leaf: Leaf, unbias: jax.Array, g: jax.Array, b2: jax.Array, eps: jax
 
 def _dense(unbias: jax.Array, g: jax.Array, b2: jax.Array, eps: jax.Array, rms: jax.Array):
     rms = factored.average(rms, jnp.abs(g).astype(jnp.float32), b2)
+    return g * (unbias * _inverse_dense(rms, eps)), {"rms": rms}
+
+
+def _inverse_dense(rms: jax.Array, eps: jax.Array) -> jax.Array:
     # Over the last axis only: biases of stacked layers are vectors of their own.
     size = factored.rms(rms, -1, keepdims=True) if rms.ndim else rms
-    inverse = factored.reciprocal(rms + eps * size)
-    return g * (unbias * inverse), {"rms": rms}
+    return factored.reciprocal(rms + eps * size)
 
 
 def bounded(u: jax.Array, bound: jax.Array) -> jax.Array:
@@ -94,6 +104,53 @@ def _step(leaf: Leaf, count: jax.Array, g: jax.Array, *, b2: Scalar, eps: Scalar
     b2, eps = jnp.asarray(b2, jnp.float32), jnp.asarray(eps, jnp.float32)
     unbias = unbiasing(count, b2)
     return _matrix(leaf, unbias, g, b2, eps, **held) if leaf.is_matrix else _dense(unbias, g, b2, eps, **held)
+
+
+def _second_moment(leaf: Leaf, numbers: Numbers, held: dict[str, jax.Array]) -> tuple[jax.Array, ...]:
+    return (factored.Factored().decode(leaf, held) if leaf.is_matrix else jnp.square(held["rms"]),)
+
+
+def _statistics(leaf: Leaf, numbers: Numbers, count: jax.Array, nu: jax.Array) -> dict[str, jax.Array]:
+    nu = jnp.real(nu)
+    return factored.Factored().encode(leaf, nu, count) if leaf.is_matrix else {"rms": jnp.sqrt(nu)}
+
+
+def _averages(leaf: Leaf, found: Parts, numbers: Numbers) -> Parts:
+    """The average of normalised gradients from that of gradients, or the reverse."""
+    ema, mu, nu = (EMA, "ema", leaf.path), (ADAM, "mu", leaf.path), (ADAM, "nu", leaf.path)
+    if nu not in found or (mu in found) == (ema in found):
+        return {}
+    old, new, rule = (mu, ema, _normalised) if mu in found else (ema, mu, _denormalised)
+    count = counted(found, FactoredRmsState.__name__, jnp.zeros([], jnp.int32))
+    return {new: lambda: rule(leaf, numbers, count, found[old](), found[nu]())}
+
+
+@functools.partial(jax.jit, static_argnames="leaf")
+def _normalised(leaf: Leaf, numbers: Numbers, count: jax.Array, mu: jax.Array, nu: jax.Array) -> jax.Array:
+    """An average of gradients as one of normalised gradients, as if `nu` had been the same all along."""
+    by = _divisor(leaf, numbers, count, nu)
+    if not leaf.is_matrix:
+        return mu * by.row
+    u = scaled(leaf.to_matrix(mu), by, numbers["b2"])
+    return leaf.from_matrix(u / excess(jnp.mean(squares(u, 1.0), axis=(-2, -1), keepdims=True)))
+
+
+@functools.partial(jax.jit, static_argnames="leaf")
+def _denormalised(leaf: Leaf, numbers: Numbers, count: jax.Array, ema: jax.Array, nu: jax.Array) -> jax.Array:
+    by = _divisor(leaf, numbers, count, nu)
+    root = factored.reciprocal(by.row) * factored.reciprocal(by.col)
+    return leaf.from_matrix(leaf.to_matrix(ema) * root) if leaf.is_matrix else ema * root
+
+
+def _divisor(leaf: Leaf, numbers: Numbers, count: jax.Array, nu: jax.Array) -> Factors:
+    """The factors that a second moment, not yet corrected for its bias, stands for; of a dense leaf all in one."""
+    held, unbias = _statistics(leaf, numbers, count, nu), unbiasing(count, numbers["b2"])
+    if leaf.is_matrix:
+        return _inverse(unbias, held["rms_row"], held["rms_col"], numbers["eps"])
+    return Factors(unbias * _inverse_dense(held["rms"], numbers["eps"]), jnp.ones([]))
+
+
+_READING = ArrayReading(((ADAM, "nu"),), _second_moment, _statistics)
 
 
 def scale_by_factored_rms(
@@ -132,5 +189,6 @@ def scale_by_factored_rms(
     References:
       Shazeer and Stern, Adafactor, 2018: https://arxiv.org/abs/1804.04235
     """
-    step = functools.partial(_step, b2=arguments.decay_rate("b2", b2), eps=arguments.positive("eps", eps))
-    return lift(FactoredRmsState, _slots, step, leaves, "factored_rms")
+    b2, eps = arguments.decay_rate("b2", b2), arguments.positive("eps", eps)
+    tx = lift(FactoredRmsState, _slots, functools.partial(_step, b2=b2, eps=eps), leaves, "factored_rms")
+    return readable(tx, lifted(FactoredRmsState, leaves, _READING, _averages), b2=b2, eps=eps)

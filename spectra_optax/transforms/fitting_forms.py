@@ -15,7 +15,7 @@ from spectra_optax.codecs.wavelet import Wavelet
 from spectra_optax.lift import named
 
 # What Optax calls its second moments, and its averages of gradients.
-_SECOND = ("nu", "nu_max", "n", "sum_of_squares", "e_g", "e_x")
+SECOND_MOMENTS = ("nu", "nu_max", "n", "sum_of_squares", "e_g", "e_x")
 _FIRST = ("mu", "trace", "m", "m1", "m2", "g")
 
 
@@ -32,7 +32,7 @@ def check_codecs(codecs: dict[str, Codec]) -> None:
         arguments.instance(name, codec, Codec)
         if isinstance(codec, Spectrum) and codec.is_dynamic:
             raise ValueError(f"{name} must have mask 'lowpass' or 'random': a field has no gradients to choose by.")
-        expected = "unsigned" if name in _SECOND else "signed" if name in _FIRST else codec.sign
+        expected = "unsigned" if name in SECOND_MOMENTS else "signed" if name in _FIRST else codec.sign
         if codec.sign != expected:
             good = 'Companded("unsigned") or Factored()' if expected == "unsigned" else "Companded() or Spectrum()"
             raise ValueError(f"{name} is {expected}: it must be {good}, got {codec}.")
@@ -49,7 +49,7 @@ def check_fields(codecs: dict[str, Codec], nodes: list[dict[str, Any]]) -> None:
     for name, codec in codecs.items():
         if name not in present:
             raise ValueError(f"The inner state has no field {name!r}; its fields are {', '.join(held) or 'none'}.")
-        divided = any(name in node and second in node for node in nodes for second in _SECOND)
+        divided = any(name in node and second in node for node in nodes for second in SECOND_MOMENTS)
         drops = isinstance(codec, Wavelet) or (isinstance(codec, Spectrum) and codec.keep < 1)
         if drops and divided:
             raise ValueError(

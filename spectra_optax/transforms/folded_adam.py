@@ -17,18 +17,19 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from spectra_optax import arguments
 from spectra_optax.arguments import Scalar
 from spectra_optax.codecs.wavelet import Wavelet
 from spectra_optax.leaves import LINEAR_LAYERS, LeafRules
+from spectra_optax.transforms.neighbours import completing, means
 from spectra_optax.transforms.short_moments import (
     Decays,
     Held,
     Mode,
     Settings,
+    Views,
     averaged,
     moment_slots,
     short_adam,
@@ -47,14 +48,8 @@ class FoamState(NamedTuple):
 
 def _fold(settings: Settings, axis: int, x: jax.Array) -> jax.Array:
     """Means of neighbours; in the reference, of zeros too beyond the end of the axis."""
-    wavelet, mode = settings
-    neighbours, n = 2**wavelet.level, x.shape[axis]
-    means = wavelet.approximation(x, axis) * 2.0 ** (-wavelet.level / 2)
-    if mode == "reference" or n % neighbours == 0:
-        return means
-    last = np.arange(means.shape[axis]) == means.shape[axis] - 1
-    weight = np.where(last, neighbours / (n % neighbours), 1.0).astype(jnp.finfo(x.dtype).dtype)
-    return means * np.expand_dims(weight, tuple(a for a in range(-x.ndim, 0) if a != axis))
+    mean = means(settings.wavelet, x, axis)
+    return mean if settings.mode == "reference" else mean * completing(settings.wavelet, x.shape[axis], axis, x.ndim)
 
 
 def _folded(settings: Settings, axis: int, count: jax.Array, x: jax.Array, decays: Decays, held: Held):
@@ -68,6 +63,20 @@ def _folded(settings: Settings, axis: int, count: jax.Array, x: jax.Array, decay
     rest = x - spread(mean)
     u = step * (spread(mu / faded) + rest) / (jnp.sqrt(spread(nu / seen) + squared(rest)) + decays.eps)
     return u, {"mu": mu, "nu": nu}
+
+
+def _views(settings: Settings) -> Views:
+    """The mean of an average is the average of means: what is folded is exact."""
+    wavelet = settings.wavelet
+
+    def whole(n, axis, mu, nu):
+        weight = completing(wavelet, n, axis, mu.ndim) if settings.mode == "reference" else 1.0
+        return wavelet.spread(mu * weight, n, axis), wavelet.spread(nu * weight, n, axis)
+
+    def short(axis, numbers, mu, nu):
+        return {"mu": _fold(settings, axis, mu), "nu": _fold(settings, axis, nu)}
+
+    return Views(whole, short)
 
 
 def scale_by_foam(
@@ -117,4 +126,4 @@ def scale_by_foam(
     if not wavelet.is_haar:
         raise ValueError(f"wavelet must be of kind 'haar', whose approximations are means, got {wavelet}.")
     numbers = {"b1": b1, "b2": b2, "eps": eps, "alpha": alpha}
-    return short_adam(FoamState, _folded, Settings(wavelet, mode), numbers, leaves, moment_slots)
+    return short_adam(FoamState, _folded, Settings(wavelet, mode), numbers, leaves, moment_slots, _views)

@@ -18,6 +18,8 @@ from spectra_optax.arguments import Scalar
 from spectra_optax.codecs.wavelet import Wavelet
 from spectra_optax.leaves import Leaf, LeafRules, wide
 from spectra_optax.lift import lift
+from spectra_optax.lifted_readings import ArrayReading, lifted
+from spectra_optax.readings import ADAM, Numbers, readable
 from spectra_optax.sharding import Slot, slot
 
 LARGEST = 3.0  # standard deviations that a number without an average of its own may move by
@@ -40,6 +42,18 @@ class Decays(NamedTuple):
     eps: Any
 
 
+class Views(NamedTuple):
+    """How moments of approximations and moments of whole matrices stand for each other.
+
+    Attributes:
+      whole: `(n, axis, mu, nu) -> (mu, nu)` of matrices with an axis of length `n`.
+      short: `(axis, numbers, mu, nu) -> arrays` of the state.
+    """
+
+    whole: Callable[..., tuple[jax.Array, jax.Array]]
+    short: Callable[..., Held]
+
+
 Rule = Callable[[Settings, int, jax.Array, jax.Array, Decays, Held], tuple[jax.Array, Held]]
 
 
@@ -50,6 +64,7 @@ def short_adam(
     hyperparameters: dict[str, Scalar],
     leaves: LeafRules,
     slots: Callable[[Leaf, Settings], dict[str, Slot]],
+    views: Callable[[Settings], "Views"],
 ) -> optax.GradientTransformationExtraArgs:
     """Lifts a rule for one matrix, `(settings, axis, count, gradient, decays, held) -> (update, held)`.
 
@@ -63,7 +78,26 @@ def short_adam(
     checked = {name: checks.get(name, arguments.positive)(name, value) for name, value in hyperparameters.items()}
     label = f"{state_type.__name__} {settings.wavelet.label} {settings.mode}"
     step = partial(_step, rule=rule, settings=settings, **checked)
-    return lift(state_type, lambda leaf: slots(leaf, settings), step, leaves, label)
+    tx = lift(state_type, lambda leaf: slots(leaf, settings), step, leaves, label)
+    whole, short = views(settings)
+    read, write = partial(_whole, settings, whole), partial(_short, settings, short)
+    array = ArrayReading(((ADAM, "mu"), (ADAM, "nu")), read, write)
+    return readable(tx, lifted(state_type, leaves, array), eps=checked["eps"])
+
+
+def _whole(settings: Settings, rule: Callable, leaf: Leaf, numbers: Numbers, held: Held):
+    moments = (held["mu"].astype(wide(leaf.dtype)), held["nu"].astype(jnp.finfo(wide(leaf.dtype)).dtype))
+    if not leaf.is_matrix:
+        return moments
+    axis = settings.wavelet.cut_axis(leaf)
+    return tuple(map(leaf.from_matrix, rule(leaf.matrix_shape[axis], axis, *moments)))
+
+
+def _short(settings: Settings, rule: Callable, leaf: Leaf, numbers: Numbers, count: jax.Array, mu, nu) -> Held:
+    nu = jnp.real(nu)
+    if not leaf.is_matrix:
+        return {"mu": mu, "nu": nu}
+    return rule(settings.wavelet.cut_axis(leaf), numbers, leaf.to_matrix(mu), leaf.to_matrix(nu))
 
 
 def moment_slots(leaf: Leaf, settings: Settings) -> dict[str, Slot]:

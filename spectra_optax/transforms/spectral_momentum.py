@@ -28,6 +28,8 @@ from spectra_optax.codecs.fourier import analyse, carry_over, synthesise
 from spectra_optax.codecs.spectrum import Spectrum, energies, strongest
 from spectra_optax.leaves import Leaf, LeafRules, wide
 from spectra_optax.lift import lift
+from spectra_optax.lifted_readings import ArrayReading, lifted
+from spectra_optax.readings import EMA, Numbers, readable
 from spectra_optax.sharding import Slot, slot
 
 
@@ -107,6 +109,31 @@ def _step(leaf: Leaf, count: jax.Array, u: jax.Array, *, decay: Scalar, spectrum
     return mu / (1.0 - decay**count), {"mu": mu}
 
 
+def _average(leaf: Leaf, numbers: Numbers, held: dict[str, jax.Array], *, spectrum: Spectrum) -> tuple[jax.Array, ...]:
+    if not leaf.is_matrix:
+        return (held["mu"],)
+    layout = spectrum.leaf_layout(leaf)
+    mu = spectrum.held(leaf, {name: held[field] for name, field in _NAMES.items() if field in held})
+    index = held["index"] if spectrum.is_stored else spectrum.first_index(layout)[None]
+    blocks = synthesise(mu.astype(wide(leaf.dtype)), index, layout.block, spectrum.lowering)
+    return (leaf.from_matrix(layout.join(blocks, leaf.cut_axis)),)
+
+
+def _kept(leaf: Leaf, numbers: Numbers, count: jax.Array, ema: jax.Array, *, spectrum: Spectrum):
+    """The coefficients of an average; a mask that follows gradients starts where the average has its energy."""
+    if not leaf.is_matrix:
+        return {"mu": ema}
+    layout = spectrum.leaf_layout(leaf)
+    blocks = layout.split(leaf.to_matrix(ema), leaf.cut_axis)
+    index, energy = jnp.asarray(spectrum.first_index(layout))[None], {}
+    if spectrum.is_dynamic:
+        energy = {"energy": energies(blocks, layout, spectrum)}
+        index = strongest(energy["energy"], layout)
+    held = spectrum.hold(leaf, analyse(blocks, index, spectrum.lowering), count)
+    held = {_NAMES[name]: array for name, array in held.items()}
+    return held | energy | {"index": jnp.broadcast_to(index, (*leaf.matrix_shape[:-2], *index.shape[-2:]))}
+
+
 def scale_by_spectral_momentum(
     decay: Scalar = 0.9, *, spectrum: Spectrum = Spectrum(), leaves: LeafRules = LeafRules()
 ) -> optax.GradientTransformationExtraArgs:
@@ -140,4 +167,6 @@ def scale_by_spectral_momentum(
     arguments.instance("spectrum", spectrum, Spectrum)
     step = functools.partial(_step, decay=arguments.decay_rate("decay", decay), spectrum=spectrum)
     slots = functools.partial(_slots, spectrum=spectrum)
-    return lift(SpectralMomentumState, slots, step, leaves, f"spectral_momentum {spectrum.label}")
+    tx = lift(SpectralMomentumState, slots, step, leaves, f"spectral_momentum {spectrum.label}")
+    read, write = functools.partial(_average, spectrum=spectrum), functools.partial(_kept, spectrum=spectrum)
+    return readable(tx, lifted(SpectralMomentumState, leaves, ArrayReading(((EMA, "ema"),), read, write)))

@@ -30,6 +30,7 @@ from spectra_optax.arguments import Scalar
 from spectra_optax.codecs.wavelet import Wavelet
 from spectra_optax.leaves import LINEAR_LAYERS, Leaf, LeafRules
 from spectra_optax.sharding import Slot, slot
+from spectra_optax.transforms import neighbours
 from spectra_optax.transforms.factored_rms import bounded
 from spectra_optax.transforms.short_moments import (
     LARGEST,
@@ -37,6 +38,7 @@ from spectra_optax.transforms.short_moments import (
     Held,
     Mode,
     Settings,
+    Views,
     averaged,
     moment_slots,
     short_adam,
@@ -80,7 +82,7 @@ def _reference(settings: Settings, axis: int, count: jax.Array, x: jax.Array, de
     a, *details = settings.wavelet.transform(x, axis)
     mu, nu = averaged(a, squared(a), decays, held)
     root = jnp.sqrt(nu) + decays.eps
-    size = jnp.sqrt(jnp.sum(squared(mu / root), axis=(-2, -1)))
+    size = _norm(mu / root)
     before = held["norm"].astype(size.dtype)
     limit = jnp.where(count == 1, 1.0, jnp.maximum(size / (before + _FLOOR), _GROWTH) / _GROWTH)
     inverse = 1.0 / (root * limit[..., None, None])
@@ -91,6 +93,24 @@ def _reference(settings: Settings, axis: int, count: jax.Array, x: jax.Array, de
     unbias = jnp.sqrt(1.0 - decays.b2**count) / (1.0 - decays.b1**count)
     u = unbias * settings.wavelet.inverse(scaled, x.shape[axis], axis)
     return sharding.like(u, x), {"mu": mu, "nu": nu, "norm": size / limit}
+
+
+def _norm(x: jax.Array) -> jax.Array:
+    return jnp.sqrt(jnp.sum(squared(x), axis=(-2, -1)))
+
+
+def _views(settings: Settings) -> Views:
+    wavelet = settings.wavelet
+
+    def whole(n, axis, mu, nu):
+        return neighbours.expansion(wavelet, mu, n, axis), neighbours.spread_power(wavelet, nu, n, axis)
+
+    def short(axis, numbers, mu, nu):
+        mu, nu = wavelet.approximation(mu, axis), neighbours.power(wavelet, nu, axis)
+        norm = {"norm": _norm(mu / (jnp.sqrt(nu) + numbers["eps"]))} if settings.mode == "reference" else {}
+        return {"mu": mu, "nu": nu} | norm
+
+    return Views(whole, short)
 
 
 def _doubled(x: jax.Array, n: int, axis: int) -> jax.Array:
@@ -142,4 +162,4 @@ def scale_by_gwt(
     """
     rule = _reference if mode == "reference" else _stable
     numbers = {"b1": b1, "b2": b2, "eps": eps, "alpha": alpha}
-    return short_adam(GwtState, rule, Settings(wavelet, mode), numbers, leaves, _slots)
+    return short_adam(GwtState, rule, Settings(wavelet, mode), numbers, leaves, _slots, _views)

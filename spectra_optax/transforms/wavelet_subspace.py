@@ -25,7 +25,10 @@ from spectra_optax.codecs.factored import reciprocal
 from spectra_optax.codecs.wavelet import Wavelet
 from spectra_optax.leaves import LINEAR_LAYERS, Leaf, LeafRules
 from spectra_optax.lift import FORMAT, check_settings, check_type, described, encode_settings, leaves_of
+from spectra_optax.readings import Reading, filled, parts, readable
+from spectra_optax.transforms import neighbours
 from spectra_optax.transforms.factored_rms import bounded
+from spectra_optax.transforms.fitting_forms import SECOND_MOMENTS
 from spectra_optax.transforms.in_float32 import in_float32
 from spectra_optax.transforms.short_moments import LARGEST, squared
 
@@ -95,7 +98,28 @@ def in_wavelet_subspace(
         updates = _map(leaves, functools.partial(_completed, wavelet, gain=gain), updates, a, u)
         return updates, WaveletSubspaceState(inner_state, state.settings)
 
-    return in_float32(optax.GradientTransformationExtraArgs(init, update))
+    matrices = lambda params: {leaf.path: leaf for leaf in leaves_of(params, leaves) if leaf.is_matrix}
+
+    def viewed(rule, found, params):
+        """Parts with a rule `(leaf, is_second_moment, array)` on those of matrices."""
+        known, new = matrices(params), dict(found)
+        for part in found:
+            if part[2] in known:
+                second = part[1] in SECOND_MOMENTS
+                new[part] = functools.partial(_viewed, rule, wavelet, known[part[2]], second, found[part])
+        return new
+
+    def read(state, params, numbers):
+        del numbers
+        return viewed(_whole, parts(inner, state.inner_state, approximations(params)), params)
+
+    def write(fresh, params, found, numbers):
+        del numbers
+        near, short = approximations(params), viewed(_short, found, params)
+        return fresh._replace(inner_state=filled(inner, fresh.inner_state, near, short))
+
+    plain = optax.GradientTransformationExtraArgs(init, update)
+    return in_float32(readable(plain, Reading(read, write)))
 
 
 def _check_direction(inner: optax.GradientTransformationExtraArgs) -> None:
@@ -152,3 +176,25 @@ def _completed(
     wanted = jnp.sqrt(mean(u))
     # A gradient of a few entries beside a large momentum would have all of its size in them.
     return leaf.from_matrix(expand(u) + bounded(details * (wanted * reciprocal(size)), LARGEST * wanted))
+
+
+def _viewed(rule: Callable[..., jax.Array], wavelet: Wavelet, leaf: Leaf, second: bool, x: Callable[[], jax.Array]):
+    return rule(wavelet, leaf, second, x())
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _whole(wavelet: Wavelet, leaf: Leaf, second: bool, x: jax.Array) -> jax.Array:
+    """An inner array of approximations as one of the parameter's shape."""
+    if x.shape != wavelet.matrix_shape(leaf):
+        return x
+    axis = wavelet.cut_axis(leaf)
+    view = neighbours.spread_power if second else neighbours.expansion
+    return leaf.from_matrix(view(wavelet, x, leaf.matrix_shape[axis], axis))
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _short(wavelet: Wavelet, leaf: Leaf, second: bool, x: jax.Array) -> jax.Array:
+    if x.shape != leaf.shape:
+        return x
+    view = neighbours.power if second else Wavelet.approximation
+    return view(wavelet, leaf.to_matrix(x), wavelet.cut_axis(leaf))
