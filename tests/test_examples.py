@@ -65,7 +65,7 @@ def test_every_optimizer_that_can_be_named_makes_a_step(name, text):
     make_optimizer = optimizer_named(name)
     weights = "bfloat16" if "split" in name or "flash" in name else "float32"
     recipe = dataclasses.replace(RECIPE, weights=weights)
-    state = jax.eval_shape(lambda: init_state(recipe, make_optimizer, seed=0))
+    state = jax.eval_shape(lambda: init_state(recipe, make_optimizer, MODEL.init_params(seed=0)))
     after, loss = train_step.eval_shape(recipe, make_optimizer, state, batch, np.float32(1e-3))
     assert jax.tree.map(_shape, after) == jax.tree.map(_shape, state)
     assert loss.shape == ()

@@ -14,60 +14,14 @@ import optax
 from spectra_optax import ExactClip, gradient_release, state_bytes, with_master_weights
 
 from .data import Corpus
-from .model import ModelConfig, init_params, mean_loss, parts
+from .recipe import Model, Recipe
 
 SMOOTHING = 10
 EARLY_STEP = 40
-INTERIM_STRIDE = 8
+INTERIM_WINDOWS = 64
+DECAYING = frozenset({"kernel", "embedding"})
 
 MakeOptimizer = Callable[..., optax.GradientTransformation]
-
-
-@dataclasses.dataclass(frozen=True)
-class Recipe:
-    """What a run does, but for the learning rate and the seed, which may change without compiling again.
-
-    Attributes:
-      model: Size of the network.
-      steps: Training steps.
-      batch: Windows per step.
-      b1: Decay of the optimizer's momentum.
-      b2: Decay of the optimizer's second moment.
-      weight_decay: Decay of the matrices, times the learning rate; vectors do not decay.
-      clip: Gradients are scaled down to this global norm before any optimizer sees them.
-      weights: Dtype of the parameters, "float32" or "bfloat16"; the latter needs an optimizer that completes them.
-      warmup: Part of the steps in which the learning rate rises; after it, a cosine takes it to a tenth.
-      evaluations: How often the validation loss is measured, the last time at the end.
-      validation_windows: Size of the validation set, of which evaluations before the last take every eighth window.
-      release: Whether each block is updated on the way back, so that gradients never exist all at once.
-    """
-
-    model: ModelConfig
-    steps: int = 200
-    batch: int = 8
-    b1: float = 0.9
-    b2: float = 0.95
-    weight_decay: float = 0.1
-    clip: float = 1.0
-    weights: str = "float32"
-    warmup: float = 0.1
-    evaluations: int = 5
-    validation_windows: int = 512
-    release: bool = False
-
-    def __post_init__(self):
-        for name in ("steps", "batch", "evaluations", "validation_windows"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        for name in ("b1", "b2", "warmup"):
-            if not 0 <= getattr(self, name) < 1:
-                raise ValueError(f"{name} must be in [0, 1), got {getattr(self, name)}")
-        if self.weight_decay < 0:
-            raise ValueError(f"weight_decay must not be negative, got {self.weight_decay}")
-        if self.weights not in ("float32", "bfloat16"):
-            raise ValueError(f"weights must be float32 or bfloat16, got {self.weights!r}")
-        if self.clip <= 0:
-            raise ValueError(f"clip must be positive, got {self.clip}")
 
 
 class TrainState(NamedTuple):
@@ -84,7 +38,7 @@ class History:
     Attributes:
       losses: Training loss of every step.
       seconds: Wall time of every step.
-      validation: Pairs of a number of steps done and the validation loss then.
+      validation: Pairs of a number of steps done and the validation loss then; from 0 where weights were given.
     """
 
     losses: list[float] = dataclasses.field(default_factory=list)
@@ -100,11 +54,13 @@ class Result:
       history: Losses and times, step by step.
       parameters: Number of the network's parameters.
       state_bytes: Exact size of the optimizer's state.
+      state: What the last step left.
     """
 
     history: History
     parameters: int
     state_bytes: int
+    state: TrainState
 
     @property
     def validation_loss(self) -> float:
@@ -142,27 +98,32 @@ def train(
     *,
     learning_rate: float,
     seed: int = 0,
+    start: Callable[[], Any] | None = None,
     checkpoints: Checkpoints | None = None,
     on_step: Callable[[History], None] = lambda history: None,
 ) -> Result:
-    """Trains a fresh network, or one that `checkpoints` holds, to the end of `recipe`.
+    """Trains a network, or goes on with one that `checkpoints` holds, to the end of `recipe`.
 
     Args:
       recipe: What to do. Runs that share it and `make_optimizer` compile once per process.
-      corpus: Text to learn, of `recipe.model.vocabulary` tokens.
+      corpus: Text to learn, in the model's tokens.
       make_optimizer: Called as `make_optimizer(learning_rate, b1=, b2=, weight_decay=, mask=)`.
       learning_rate: Peak of the schedule.
-      seed: Picks the initial weights and the order of the batches.
+      seed: Picks the order of the batches, and the initial weights if `start` does not.
+      start: Makes the initial weights, of which nobody else may hold on to: a step reuses their memory.
       checkpoints: Restored from before the first step and saved to after every step it wants.
       on_step: Called after every step with what has been measured so far.
     """
-    state, history = init_state(recipe, make_optimizer, seed), History()
+    make_weights = functools.partial(recipe.model.init_params, seed) if start is None else start
+    state, history = init_state(recipe, make_optimizer, make_weights()), History()
     parameters = sum(param.size for param in jax.tree.leaves(state.params))
     held = state_bytes(optimizer(recipe, make_optimizer, learning_rate), state.params)
     if checkpoints is not None:
         state, history = checkpoints.restore(state)
     evaluate_at = evaluation_steps(recipe)
     windows = corpus.validation_windows(recipe.validation_windows, recipe.model.context)
+    if start is not None and not history.losses:
+        history.validation.append([0, validation_loss(recipe, state.params, windows)])
     for step in range(len(history.losses), recipe.steps):
         batch = corpus.batch(seed, step, recipe.batch, recipe.model.context)
         started = time.perf_counter()
@@ -170,12 +131,12 @@ def train(
         history.losses.append(float(loss))
         history.seconds.append(time.perf_counter() - started)
         if step + 1 in evaluate_at:
-            measured = windows if step + 1 == recipe.steps else windows[::INTERIM_STRIDE]
-            history.validation.append([step + 1, validation_loss(recipe, state.params, measured)])
+            stride = 1 if step + 1 == recipe.steps else math.ceil(len(windows) / INTERIM_WINDOWS)
+            history.validation.append([step + 1, validation_loss(recipe, state.params, windows[::stride])])
         if checkpoints is not None:
             checkpoints.save(state, history)
         on_step(history)
-    return Result(history, parameters, held)
+    return Result(history, parameters, held, state)
 
 
 def optimizer(recipe: Recipe, make_optimizer: MakeOptimizer, learning_rate) -> optax.GradientTransformation:
@@ -191,17 +152,19 @@ def _scheduled(recipe: Recipe, make_optimizer: MakeOptimizer, learning_rate) -> 
         b1=recipe.b1,
         b2=recipe.b2,
         weight_decay=recipe.weight_decay,
-        mask=_matrices,
+        mask=decays,
     )
 
 
-def _matrices(params):
-    return jax.tree.map(lambda param: param.ndim > 1, params)
+def decays(params):
+    """Which parameters weight decay is for: by name, since vectors that are stacked over layers look like matrices."""
+    names = lambda path: {getattr(entry, "key", None) for entry in path}
+    return jax.tree_util.tree_map_with_path(lambda path, _: not DECAYING.isdisjoint(names(path)), params)
 
 
-def init_state(recipe: Recipe, make_optimizer: MakeOptimizer, seed: int) -> TrainState:
-    """The state before the first step."""
-    master, tx = init_params(recipe.model, seed), optimizer(recipe, make_optimizer, 0.0)
+def init_state(recipe: Recipe, make_optimizer: MakeOptimizer, master: Any) -> TrainState:
+    """The state before the first step, from weights in float32, or in `recipe.weights`."""
+    tx = optimizer(recipe, make_optimizer, 0.0)
     params = jax.tree.map(lambda weight: weight.astype(recipe.weights), master)
     state = TrainState(params, tx.init(params))
     if recipe.weights != "float32":
@@ -220,7 +183,7 @@ def train_step(recipe: Recipe, make_optimizer: MakeOptimizer, state: TrainState,
     """
     if recipe.release:
         return _released_step(recipe, _scheduled(recipe, make_optimizer, learning_rate), state, batch)
-    loss, grads = jax.value_and_grad(functools.partial(mean_loss, recipe.model))(state.params, batch)
+    loss, grads = jax.value_and_grad(recipe.model.mean_loss)(state.params, batch)
     tx = optimizer(recipe, make_optimizer, learning_rate)
     updates, optimizer_state = tx.update(grads, state.optimizer, state.params)
     return TrainState(optax.apply_updates(state.params, updates), optimizer_state), loss
@@ -228,7 +191,7 @@ def train_step(recipe: Recipe, make_optimizer: MakeOptimizer, state: TrainState,
 
 def _released_step(recipe: Recipe, tx: optax.GradientTransformation, state: TrainState, batch):
     """The same step and state: the clipping, which comes first in the chain, has none."""
-    step = gradient_release(tx, state.params, **parts(recipe.model), clip=ExactClip(recipe.clip))
+    step = gradient_release(tx, state.params, **recipe.model.parts(), clip=ExactClip(recipe.clip))
     clip_state, inner = state.optimizer
     params, inner, loss, _ = step(state.params, inner, batch)
     return TrainState(params, (clip_state, inner)), loss
@@ -239,7 +202,9 @@ def evaluation_steps(recipe: Recipe) -> set[int]:
     return {math.ceil(recipe.steps * (i + 1) / recipe.evaluations) for i in range(recipe.evaluations)}
 
 
-_evaluate = jax.jit(mean_loss, static_argnums=0)
+@functools.partial(jax.jit, static_argnums=0)
+def _evaluate(model: Model, params, windows):
+    return model.mean_loss(params, windows)
 
 
 def validation_loss(recipe: Recipe, params, windows: np.ndarray) -> float:
