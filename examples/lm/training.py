@@ -175,6 +175,13 @@ def init_state(recipe: Recipe, make_optimizer: MakeOptimizer, master: Any) -> Tr
     return jax.device_put(state, jax.devices()[0])
 
 
+def check(recipe: Recipe, make_optimizer: MakeOptimizer, master: Any) -> None:
+    """Raises the `ValueError` of an optimizer that cannot train such weights, before anything is computed."""
+    params = jax.eval_shape(functools.partial(init_state, recipe, make_optimizer), master).params
+    if recipe.release:
+        _released(recipe, _scheduled(recipe, make_optimizer, 0.0), params)
+
+
 @functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
 def train_step(recipe: Recipe, make_optimizer: MakeOptimizer, state: TrainState, batch, learning_rate):
     """One step on `batch` `[batch, context + 1]`: the new state and the loss before it.
@@ -191,10 +198,13 @@ def train_step(recipe: Recipe, make_optimizer: MakeOptimizer, state: TrainState,
 
 def _released_step(recipe: Recipe, tx: optax.GradientTransformation, state: TrainState, batch):
     """The same step and state: the clipping, which comes first in the chain, has none."""
-    step = gradient_release(tx, state.params, **recipe.model.parts(), clip=ExactClip(recipe.clip))
     clip_state, inner = state.optimizer
-    params, inner, loss, _ = step(state.params, inner, batch)
+    params, inner, loss, _ = _released(recipe, tx, state.params)(state.params, inner, batch)
     return TrainState(params, (clip_state, inner)), loss
+
+
+def _released(recipe: Recipe, tx: optax.GradientTransformation, params: Any) -> Callable[..., Any]:
+    return gradient_release(tx, params, **recipe.model.parts(), clip=ExactClip(recipe.clip))
 
 
 def evaluation_steps(recipe: Recipe) -> set[int]:
