@@ -105,7 +105,7 @@ def factory_named(name: str, weights: str) -> training.MakeOptimizer:
 def table_of(recipe: Recipe, make_optimizer: training.MakeOptimizer) -> MemoryTable:
     """What the optimizer's state will take, once it is sure that it can be made."""
     shapes = recipe.model.sizes.shapes(recipe.weights)
-    jax.eval_shape(functools.partial(training.init_state, recipe, make_optimizer), shapes)
+    training.check(recipe, make_optimizer, shapes)
     return memory_table(training.optimizer(recipe, make_optimizer, 0.0), shapes)
 
 

@@ -22,7 +22,7 @@ from lm.optimizers import NAMES, optimizer_named
 from lm.recipe import Recipe
 from lm.report import plot, table, write_json
 from lm.settings import settings_of
-from lm.training import init_state, train
+from lm.training import check, train
 
 COMPARED = ["adamw", "spectra_adamw"]
 app = typer.Typer(pretty_exceptions_enable=False, add_completion=False)
@@ -59,10 +59,9 @@ def main(
         corpus = load_corpus(text, tokens, context)
         model = ModelConfig(corpus.vocabulary, layers, width, heads, context)
         recipe = Recipe(model, steps, batch, b1, b2, weight_decay, clip, weights, release=release_gradients)
+        shapes = jax.eval_shape(lambda: model.init_params(seed))
         for make_optimizer in factories.values():
-            jax.eval_shape(
-                lambda make_optimizer=make_optimizer: init_state(recipe, make_optimizer, model.init_params(seed))
-            )
+            check(recipe, make_optimizer, shapes)
         settings = settings_of(recipe, corpus, learning_rate=learning_rate, seed=seed)
         folders = {name: RunCheckpoints(out / name, settings, every=checkpoint_every, last=steps) for name in factories}
         prepare(folders, resume)

@@ -469,23 +469,22 @@ def invoke(*args):
 def test_the_command_fine_tunes_a_folder_then_resumes(folder, text, tmp_path):
     out = tmp_path / "out"
     args = ["--model", folder, "--text", text, "--out", out, "--context", CONTEXT, "--batch", 2, "--steps", 3]
-    args += ["--optimizer", "adamw", "--optimizer", "lion", "--weights", "bfloat16", "--release-gradients"]
+    args += ["--optimizer", "adamw", "--weights", "bfloat16", "--release-gradients"]
     fresh = invoke(*args)
     assert fresh.exit_code == 0, fresh.output
-    assert all(line in fresh.output for line in ("before: def", "after: def", "bytes per parameter", "lion"))
+    assert all(line in fresh.output for line in ("before: def", "after: def", "bytes per parameter"))
     assert "capital" not in fresh.output
     results = json.loads((out / "results.json").read_text())["optimizers"]
     assert all([step for step, _ in result["validation"]] == [0, 2, 3] for result in results.values())
     assert (out / "curves.png").stat().st_size > 1000
-    saved = {name: read_folder(out / "models" / name) for name in results}
-    assert saved["adamw"].keys() == saved["lion"].keys() == random_tensors(CONFIG).keys()
+    saved = read_folder(out / "models/adamw")
+    assert saved.keys() == random_tensors(CONFIG).keys()
 
     resumed = invoke(*args, "--resume")
     assert resumed.exit_code == 0, resumed.output
     assert json.loads((out / "results.json").read_text())["optimizers"] == results
-    for name, tensors in saved.items():
-        again = read_folder(out / "models" / name)
-        assert all((again[tensor] == x).all() for tensor, x in tensors.items())
+    again = read_folder(out / "models/adamw")
+    assert all((again[name] == x).all() for name, x in saved.items())
     refused = invoke(*args, "--resume", "--weights", "float32")
     assert "holds a run with weights=bfloat16, but this run has weights=float32" in refused.output
 
