@@ -24,8 +24,8 @@ from lm.comparison import Run, append_run, best_rate, markdown, read_runs
 from lm.data import BYTE, load_corpus
 from lm.model import ModelConfig
 from lm.optimizers import adapted, optimizer_named
+from lm.recipe import Recipe
 from lm.settings import require_same, settings_of
-from lm.steps import Recipe
 from lm.training import train
 from spectra_optax import Spectrum, spectra_adamw
 

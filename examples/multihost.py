@@ -24,8 +24,9 @@ from lm.data import BYTE, load_corpus
 from lm.layout import ACCEPTED, Layout, axis_sizes
 from lm.model import ModelConfig
 from lm.optimizers import NAMES, optimizer_named
+from lm.recipe import Recipe
 from lm.settings import settings_of
-from lm.steps import Recipe, init_state
+from lm.steps import check
 from lm.training import History, train
 
 SEED = 0
@@ -56,7 +57,7 @@ def main(
         layout = Layout.of(sizes or {"fsdp": jax.device_count()})
         corpus = load_corpus(text, BYTE, ModelConfig.context)
         recipe = Recipe(ModelConfig(width=width), steps, batch, weights=weights)
-        jax.eval_shape(lambda: init_state(recipe, make_optimizer, SEED, layout))
+        check(recipe, make_optimizer, jax.eval_shape(lambda: recipe.model.init_params(SEED)), layout)
         settings = settings_of(recipe, corpus, optimizer=optimizer, learning_rate=learning_rate)
         checkpoints = RunCheckpoints(out, settings, every=checkpoint_every, last=steps)
         checkpoints.require_same_settings()

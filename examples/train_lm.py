@@ -6,36 +6,29 @@ The text is Python's standard library, so nothing is downloaded. Every optimizer
 the same batches. A table is printed at the end; the curves, the numbers and the checkpoints go to a folder.
 """
 
-import contextlib
 import functools
 import math
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated
 
 import jax
-import numpy as np
 import typer
 from rich.console import Console
-from tqdm import tqdm
 
 from lm.checkpoints import RunCheckpoints
+from lm.command import option, prepare, progress
 from lm.data import BYTE, TOKENS, load_corpus
 from lm.layout import ACCEPTED, Layout, axis_sizes, simulate_devices
 from lm.model import ModelConfig
 from lm.optimizers import NAMES, optimizer_named
+from lm.recipe import Recipe
 from lm.report import plot, table, write_json
 from lm.settings import settings_of
-from lm.steps import Recipe, init_state
-from lm.training import SMOOTHING, History, train
+from lm.steps import check
+from lm.training import train
 
 COMPARED = ["adamw", "spectra_adamw"]
 app = typer.Typer(pretty_exceptions_enable=False, add_completion=False)
-
-
-def option(help: str, panel: str, **limits):
-    """A command line option; `panel` groups it in `--help`."""
-    return typer.Option(help=help, rich_help_panel=panel, **limits)
 
 
 @app.command()
@@ -71,8 +64,9 @@ def main(
         model = ModelConfig(corpus.vocabulary, layers, width, heads, context)
         recipe = Recipe(model, steps, batch, b1, b2, weight_decay, clip, weights, release=release_gradients)
         layout = None if mesh is None else layout_of(mesh)
+        shapes = jax.eval_shape(lambda: model.init_params(seed))
         for make_optimizer in factories.values():
-            jax.eval_shape(lambda make_optimizer=make_optimizer: init_state(recipe, make_optimizer, seed, layout))
+            check(recipe, make_optimizer, shapes, layout)
         settings = settings_of(recipe, corpus, learning_rate=learning_rate, seed=seed)
         folders = {name: RunCheckpoints(out / name, settings, every=checkpoint_every, last=steps) for name in factories}
         prepare(folders, resume)
@@ -95,31 +89,6 @@ def layout_of(mesh: str) -> Layout:
     sizes = axis_sizes(mesh)
     simulate_devices(math.prod(sizes.values()))
     return Layout.of(sizes)
-
-
-def prepare(folders: dict[str, RunCheckpoints], resume: bool) -> None:
-    """Checks that every run can be resumed, or empties the folders of runs that start afresh."""
-    if resume and all(checkpoints.step is None for checkpoints in folders.values()):
-        raise ValueError(f"resume: there are no checkpoints in {', '.join(str(c.folder) for c in folders.values())}")
-    for checkpoints in folders.values():
-        if resume:
-            checkpoints.require_same_settings()
-        else:
-            checkpoints.clear()
-
-
-@contextlib.contextmanager
-def progress(name: str, recipe: Recipe, done: int) -> Iterator[Callable[[History], None]]:
-    """A bar with the smoothed loss and the tokens per second, as a callback for `train`; `done` steps lie behind it."""
-    with tqdm(initial=done, total=recipe.steps, desc=name, unit="step") as bar:
-
-        def show(history: History) -> None:
-            loss, seconds = np.mean(history.losses[-SMOOTHING:]), np.median(history.seconds[-SMOOTHING:])
-            speed = recipe.batch * recipe.model.context / seconds
-            bar.set_postfix_str(f"loss {loss:.3f}, {speed:,.0f} tokens/s", refresh=False)
-            bar.update(len(history.losses) - bar.n)
-
-        yield show
 
 
 if __name__ == "__main__":

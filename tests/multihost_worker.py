@@ -21,8 +21,8 @@ from lm.data import load_corpus
 from lm.layout import Layout, axis_sizes, simulate_devices
 from lm.model import ModelConfig
 from lm.optimizers import optimizer_named
+from lm.recipe import Recipe
 from lm.settings import settings_of
-from lm.steps import Recipe
 from lm.training import train
 
 LEARNING_RATE, STEPS, EVERY = 3e-3, 8, 3

@@ -20,8 +20,9 @@ from lm.comparison import Run, markdown
 from lm.data import load_corpus
 from lm.model import ModelConfig
 from lm.optimizers import OPTIMIZERS, optimizer_named
+from lm.recipe import Recipe
 from lm.settings import settings_of
-from lm.steps import Recipe, init_state, train_step
+from lm.steps import init_state, train_step
 from lm.training import train
 
 EXAMPLES = Path(train_lm.__file__).parent
@@ -66,7 +67,7 @@ def test_every_optimizer_that_can_be_named_makes_a_step(name, text):
     make_optimizer = optimizer_named(name)
     weights = "bfloat16" if "split" in name or "flash" in name else "float32"
     recipe = dataclasses.replace(RECIPE, weights=weights)
-    state = jax.eval_shape(lambda: init_state(recipe, make_optimizer, seed=0))
+    state = jax.eval_shape(lambda: init_state(recipe, make_optimizer, lambda: MODEL.init_params(seed=0)))
     after, loss = train_step.eval_shape(recipe, make_optimizer, state, batch, np.float32(1e-3))
     assert jax.tree.map(_shape, after) == jax.tree.map(_shape, state)
     assert loss.shape == ()
@@ -127,6 +128,7 @@ def test_train_lm_compares_then_resumes_only_the_same_settings(text, tmp_path):
         (["--context", "5000"], "text is too short"),
         (["--weights", "bfloat16"], "weights=bfloat16 needs an optimizer that completes them"),
         (["--optimizer", "spectra_adamw_split"], "no parameter is bfloat16"),
+        (["--optimizer", "lamb", "--release-gradients"], "tx must update every layer from that layer's gradient alone"),
         (["--optimizer", "adman"], "optimizer must be one of adamw, spectra_adamw"),
         (["--tokens", "word"], "tokens must be one of byte, bpe, got 'word'"),
         (["--heads", "3"], "heads must divide width, got heads=3 and width=32"),

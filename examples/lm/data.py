@@ -9,15 +9,24 @@ import hashlib
 import sysconfig
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 BYTE, BPE = "byte", "bpe"
 TOKENS = (BYTE, BPE)
 BPE_VOCABULARY = 2048
 HELD_OUT = 0.1
 
-Encode = Callable[[bytes], np.ndarray]
+
+class Tokens(NamedTuple):
+    """A way to cut text into tokens: `encode` gives the ids of a text, int32, below `vocabulary`."""
+
+    encode: Callable[[bytes], np.ndarray]
+    vocabulary: int
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -51,31 +60,32 @@ def _windows(tokens: np.ndarray, starts: np.ndarray, context: int) -> np.ndarray
     return tokens[starts[:, None] + np.arange(context + 1)]
 
 
-def load_corpus(path: Path | None, tokens: str, context: int) -> Corpus:
+def load_corpus(path: Path | None, tokens: str | Tokens, context: int) -> Corpus:
     """Reads and tokenizes a text.
 
     Args:
       path: A text file, or a folder of which every file is read; `None` for the standard library.
-      tokens: `"byte"`, or `"bpe"` for byte-pair tokens learnt from the training part.
+      tokens: `"byte"`, or `"bpe"` for byte-pair tokens learnt from the training part; or the tokens of a given model.
       context: Length of the windows that will be asked for, so that a text too short for them is refused here.
 
     Raises:
       FileNotFoundError: There is nothing at `path`.
       ValueError: `tokens` is unknown, or the text is too short.
     """
-    if tokens not in TOKENS:
+    if isinstance(tokens, str) and tokens not in TOKENS:
         raise ValueError(f"tokens must be one of {', '.join(TOKENS)}, got {tokens!r}")
     text = b"".join(file.read_bytes() for file in _files(path))
     split = int(len(text) * (1 - HELD_OUT))
-    encode, vocabulary = _byte_tokens() if tokens == BYTE else _bpe_tokens(text[:split])
-    training, validation = encode(text[:split]), encode(text[split:])
+    if isinstance(tokens, str):
+        tokens = _byte_tokens() if tokens == BYTE else _bpe_tokens(text[:split])
+    training, validation = tokens.encode(text[:split]), tokens.encode(text[split:])
     if len(validation) <= context:
         raise ValueError(
             f"text is too short: its last tenth, held out for validation, is {len(validation)} tokens, "
             f"but context={context} needs at least {context + 1}"
         )
     digest = hashlib.sha256(training.tobytes() + validation.tobytes()).hexdigest()[:12]
-    return Corpus(training, validation, vocabulary, digest)
+    return Corpus(training, validation, tokens.vocabulary, digest)
 
 
 def _files(path: Path | None) -> list[Path]:
@@ -92,11 +102,23 @@ def _hidden(path: Path) -> bool:
     return any(part.startswith(".") for part in path.parts)
 
 
-def _byte_tokens() -> tuple[Encode, int]:
-    return lambda text: np.frombuffer(text, np.uint8).astype(np.int32), 256
+def tokens_of(tokenizer: "Tokenizer", *, lines: int) -> Tokens:
+    """The tokens of a tokenizer, which sees so many lines at a time, several times in parallel."""
+
+    def encode(text: bytes) -> np.ndarray:
+        all_lines = text.decode(errors="replace").splitlines(keepends=True)
+        pieces = ["".join(all_lines[start : start + lines]) for start in range(0, len(all_lines), lines)]
+        ids = [encoding.ids for encoding in tokenizer.encode_batch_fast(pieces, add_special_tokens=False)]
+        return np.concatenate([np.zeros(0, np.int32), *(np.asarray(piece, np.int32) for piece in ids)])
+
+    return Tokens(encode, tokenizer.get_vocab_size())
 
 
-def _bpe_tokens(training_text: bytes) -> tuple[Encode, int]:
+def _byte_tokens() -> Tokens:
+    return Tokens(lambda text: np.frombuffer(text, np.uint8).astype(np.int32), 256)
+
+
+def _bpe_tokens(training_text: bytes) -> Tokens:
     # Imported here because only this choice of tokens needs the package.
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
@@ -107,13 +129,6 @@ def _bpe_tokens(training_text: bytes) -> tuple[Encode, int]:
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    # By lines, because the tokenizer's time grows faster than the length of one string.
     lines = training_text.decode(errors="replace").splitlines(keepends=True)
     tokenizer.train_from_iterator(lines, trainer)
-
-    def encode(text: bytes) -> np.ndarray:
-        lines = text.decode(errors="replace").splitlines(keepends=True)
-        ids = [encoding.ids for encoding in tokenizer.encode_batch_fast(lines)]
-        return np.concatenate([np.asarray(line, np.int32) for line in ids])
-
-    return encode, tokenizer.get_vocab_size()
+    return tokens_of(tokenizer, lines=1)

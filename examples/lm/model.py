@@ -15,7 +15,7 @@ from flax import nnx
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    """The size of the network.
+    """The size of the network, and the network as functions of its parameters.
 
     Attributes:
       vocabulary: Number of different tokens.
@@ -37,6 +37,38 @@ class ModelConfig:
                 raise ValueError(f"{field.name} must be at least 1, got {getattr(self, field.name)}")
         if self.width % self.heads:
             raise ValueError(f"heads must divide width, got heads={self.heads} and width={self.width}")
+
+    def init_params(self, seed: int) -> nnx.State:
+        """Fresh parameters, a pure function of the size and `seed`."""
+        return nnx.state(GPT(self, nnx.Rngs(seed)), nnx.Param)
+
+    def mean_loss(self, params: nnx.State, windows: jax.Array) -> jax.Array:
+        """Mean cross entropy, in nats per token, of the tokens of `windows` `[batch, time + 1]` but the first."""
+        params = jax.tree.map(lambda param: param.astype("float32"), params)  # whatever they are kept in
+        graph = nnx.graphdef(nnx.eval_shape(lambda: GPT(self, nnx.Rngs(0))))
+        logits = nnx.merge(graph, params)(windows[:, :-1])
+        return optax.softmax_cross_entropy_with_integer_labels(logits, windows[:, 1:]).mean()
+
+    def parts(self) -> dict[str, Any]:
+        """The same loss in the parts that `gradient_release` asks for: blocks are layers, listed by their paths."""
+        network = nnx.eval_shape(lambda: GPT(self, nnx.Rngs(0)))
+
+        def merged(module: nnx.Module, params):
+            return nnx.merge(nnx.graphdef(module), jax.tree.map(lambda param: param.astype("float32"), params))
+
+        def embed(params, windows):
+            tokens, positions = (merged(getattr(network, name), params[name]) for name in ("tokens", "positions"))
+            return tokens(windows[:, :-1]) + positions(jnp.arange(windows.shape[1] - 1))[None]
+
+        def layer(params, x):
+            return merged(network.blocks[0], params)(x)
+
+        def head_loss(params, x, windows):
+            norm, head = (merged(getattr(network, name), params[name]) for name in ("norm", "head"))
+            return optax.softmax_cross_entropy_with_integer_labels(head(norm(x)), windows[:, 1:]).mean()
+
+        paths = [f"blocks/{i}" for i in range(self.layers)]
+        return {"embed": embed, "layer": layer, "head_loss": head_loss, "layers": paths}
 
 
 def _linear(inputs: int, outputs: int, rngs: nnx.Rngs, stddev: float = 0.02) -> nnx.Linear:
@@ -85,38 +117,3 @@ class GPT(nnx.Module):
         for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x))
-
-
-def init_params(config: ModelConfig, seed: int) -> nnx.State:
-    """Fresh parameters, a pure function of `config` and `seed`."""
-    return nnx.state(GPT(config, nnx.Rngs(seed)), nnx.Param)
-
-
-def mean_loss(config: ModelConfig, params: nnx.State, windows: jax.Array) -> jax.Array:
-    """Mean cross entropy, in nats per token, of the tokens of `windows` `[batch, time + 1]` but the first."""
-    params = jax.tree.map(lambda param: param.astype("float32"), params)  # whatever they are kept in
-    graph = nnx.graphdef(nnx.eval_shape(lambda: GPT(config, nnx.Rngs(0))))
-    logits = nnx.merge(graph, params)(windows[:, :-1])
-    return optax.softmax_cross_entropy_with_integer_labels(logits, windows[:, 1:]).mean()
-
-
-def parts(config: ModelConfig) -> dict[str, Any]:
-    """The same loss in the parts that `gradient_release` asks for: a block is a layer, listed under its own path."""
-    network = nnx.eval_shape(lambda: GPT(config, nnx.Rngs(0)))
-
-    def merged(module: nnx.Module, params):
-        return nnx.merge(nnx.graphdef(module), jax.tree.map(lambda param: param.astype("float32"), params))
-
-    def embed(params, windows):
-        tokens, positions = (merged(getattr(network, name), params[name]) for name in ("tokens", "positions"))
-        return tokens(windows[:, :-1]) + positions(jnp.arange(windows.shape[1] - 1))[None]
-
-    def layer(params, x):
-        return merged(network.blocks[0], params)(x)
-
-    def head_loss(params, x, windows):
-        norm, head = (merged(getattr(network, name), params[name]) for name in ("norm", "head"))
-        return optax.softmax_cross_entropy_with_integer_labels(head(norm(x)), windows[:, 1:]).mean()
-
-    paths = [f"blocks/{i}" for i in range(config.layers)]
-    return {"embed": embed, "layer": layer, "head_loss": head_loss, "layers": paths}

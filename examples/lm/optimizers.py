@@ -61,6 +61,18 @@ def in_8_bits(factory: MakeOptimizer) -> MakeOptimizer:
     return make
 
 
+@functools.cache
+def completing_weights(factory: MakeOptimizer) -> MakeOptimizer:
+    """The same optimizer for 16-bit weights: in `split_master_weights`, unless it completes them by itself."""
+
+    def make(*args, **kwargs):
+        inner = factory(*args, **kwargs)
+        state = jax.eval_shape(inner.init, jnp.zeros([], jnp.bfloat16))
+        return inner if optax.tree.get_all_with_path(state, "correction") else split_master_weights(inner)
+
+    return make
+
+
 def _adafactor(learning_rate, *, weight_decay, mask) -> optax.GradientTransformation:
     """`optax.adafactor` without momentum, but with AdamW's weight decay, so that the two can be compared."""
     return optax.chain(

@@ -74,8 +74,8 @@ def model_of(decoder: Decoder, layout: Any = None) -> dict[str, Callable[..., An
     return {"embed": embed, "layer": layer, "head_loss": head_loss}
 
 
-def ordinary_step(tx: optax.GradientTransformation, embed, layer, head_loss) -> Callable[..., Any]:
-    """A step that holds every gradient, and saves each layer's input only."""
+def loss_of(embed, layer, head_loss) -> Callable[..., jax.Array]:
+    """The loss that the three parts make together, saving each layer's input only."""
 
     def loss(params, tokens):
         x, layers = embed(params, tokens), params["layers"]
@@ -86,6 +86,13 @@ def ordinary_step(tx: optax.GradientTransformation, embed, layer, head_loss) -> 
             once = jax.checkpoint(lambda x, p: (layer(p, x), None), prevent_cse=False)
             x, _ = jax.lax.scan(once, x, layers)
         return head_loss(params, x, tokens)
+
+    return loss
+
+
+def ordinary_step(tx: optax.GradientTransformation, embed, layer, head_loss) -> Callable[..., Any]:
+    """A step that holds every gradient."""
+    loss = loss_of(embed, layer, head_loss)
 
     def step(params, state, tokens):
         value, gradients = jax.value_and_grad(loss)(params, tokens)

@@ -3,7 +3,7 @@
 import dataclasses
 
 from .data import Corpus
-from .steps import Recipe
+from .recipe import Recipe
 
 
 def settings_of(recipe: Recipe, corpus: Corpus, **more) -> dict:

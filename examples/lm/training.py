@@ -5,7 +5,7 @@ import functools
 import math
 import time
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 import jax
 import numpy as np
@@ -14,12 +14,12 @@ from spectra_optax import state_bytes
 
 from .data import Corpus
 from .layout import Layout
-from .model import mean_loss
-from .steps import MakeOptimizer, Recipe, TrainState, init_state, optimizer, train_step
+from .recipe import Model, Recipe
+from .steps import MakeOptimizer, TrainState, init_state, optimizer, train_step
 
 SMOOTHING = 10
 EARLY_STEP = 40
-INTERIM_STRIDE = 8
+INTERIM_WINDOWS = 64
 
 
 @dataclasses.dataclass
@@ -29,7 +29,7 @@ class History:
     Attributes:
       losses: Training loss of every step.
       seconds: Wall time of every step.
-      validation: Pairs of a number of steps done and the validation loss then.
+      validation: Pairs of a number of steps done and the validation loss then; from 0 where weights were given.
     """
 
     losses: list[float] = dataclasses.field(default_factory=list)
@@ -45,11 +45,13 @@ class Result:
       history: Losses and times, step by step.
       parameters: Number of the network's parameters.
       state_bytes: Exact size of the optimizer's state.
+      state: What the last step left.
     """
 
     history: History
     parameters: int
     state_bytes: int
+    state: TrainState
 
     @property
     def validation_loss(self) -> float:
@@ -87,29 +89,34 @@ def train(
     *,
     learning_rate: float,
     seed: int = 0,
+    start: Callable[[], Any] | None = None,
     layout: Layout | None = None,
     checkpoints: Checkpoints | None = None,
     on_step: Callable[[History], None] = lambda history: None,
 ) -> Result:
-    """Trains a fresh network, or one that `checkpoints` holds, to the end of `recipe`.
+    """Trains a network, or goes on with one that `checkpoints` holds, to the end of `recipe`.
 
     Args:
       recipe: What to do. Runs that share it and `make_optimizer` compile once per process.
-      corpus: Text to learn, of `recipe.model.vocabulary` tokens.
+      corpus: Text to learn, in the model's tokens.
       make_optimizer: Called as `make_optimizer(learning_rate, b1=, b2=, weight_decay=, mask=)`.
       learning_rate: Peak of the schedule.
-      seed: Picks the initial weights and the order of the batches.
+      seed: Picks the order of the batches, and the initial weights if `start` does not.
+      start: Makes the initial weights, of which nobody else may hold on to: a step reuses their memory.
       layout: Mesh over which the run lies, which may be that of many processes; by default one device.
       checkpoints: Restored from before the first step and saved to after every step it wants.
       on_step: Called after every step with what has been measured so far.
     """
-    state, history = init_state(recipe, make_optimizer, seed, layout), History()
+    make_weights = functools.partial(recipe.model.init_params, seed) if start is None else start
+    state, history = init_state(recipe, make_optimizer, make_weights, layout), History()
     parameters = sum(param.size for param in jax.tree.leaves(state.params))
     held = state_bytes(optimizer(recipe, make_optimizer, learning_rate), state.params)
     if checkpoints is not None:
         state, history = checkpoints.restore(state)
     evaluate_at = evaluation_steps(recipe)
     windows = corpus.validation_windows(recipe.validation_windows, recipe.model.context)
+    if start is not None and not history.losses:
+        history.validation.append([0, validation_loss(recipe, state.params, windows, layout)])
     for step in range(len(history.losses), recipe.steps):
         batch = _batch(recipe, corpus, seed, step, layout)
         started = time.perf_counter()
@@ -117,12 +124,12 @@ def train(
         history.losses.append(float(loss))
         history.seconds.append(time.perf_counter() - started)
         if step + 1 in evaluate_at:
-            measured = windows if step + 1 == recipe.steps else windows[::INTERIM_STRIDE]
-            history.validation.append([step + 1, validation_loss(recipe, state.params, measured, layout)])
+            stride = 1 if step + 1 == recipe.steps else math.ceil(len(windows) / INTERIM_WINDOWS)
+            history.validation.append([step + 1, validation_loss(recipe, state.params, windows[::stride], layout)])
         if checkpoints is not None:
             checkpoints.save(state, history)
         on_step(history)
-    return Result(history, parameters, held)
+    return Result(history, parameters, held, state)
 
 
 def _batch(recipe: Recipe, corpus: Corpus, seed: int, step: int, layout: Layout | None):
@@ -135,7 +142,9 @@ def evaluation_steps(recipe: Recipe) -> set[int]:
     return {math.ceil(recipe.steps * (i + 1) / recipe.evaluations) for i in range(recipe.evaluations)}
 
 
-_evaluate = jax.jit(mean_loss, static_argnums=0)
+@functools.partial(jax.jit, static_argnums=0)
+def _evaluate(model: Model, params, windows):
+    return model.mean_loss(params, windows)
 
 
 def validation_loss(recipe: Recipe, params, windows: np.ndarray, layout: Layout | None = None) -> float:

@@ -1,0 +1,1 @@
+"""Models of the Llama family: their network, and their weights and tokens as Hugging Face and llama.cpp keep them."""
