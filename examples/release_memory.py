@@ -3,6 +3,8 @@
     python examples/release_memory.py --model gpt
     pip install 'jax[tpu]'
     python examples/release_memory.py --model llama --target v5e:4x4
+    pip install 'jax[cuda13]'
+    python examples/release_memory.py --model gpt --target h100
 
 The peak is what the compiled program holds: arguments, results that are not written in their place, temporaries. Layers
 are stacked and scanned, or (`--unrolled`) written out, where XLA can by itself update a layer before it goes on.
@@ -12,14 +14,12 @@ import os
 import time
 from typing import Annotated
 
-os.environ |= {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost"}
+os.environ["JAX_PLATFORMS"] = "cpu"
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import typer
-from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from rich.console import Console
 from rich.table import Table
@@ -35,6 +35,8 @@ from spectra_optax import (
     spectra_adamw,
     split_master_weights,
 )
+from spectra_optax.backend import compiling_for
+from spectra_optax.planning.targets import target_named
 
 MODELS = {
     "tiny": Decoder(vocabulary=512, layers=4, width=128, heads=4, kv_heads=4, hidden=512),
@@ -53,7 +55,7 @@ CLIPS = {"none": None, "exact": ExactClip(1.0), "lagged": LaggedClip(1.0)}
 
 def main(
     model: Annotated[str, typer.Option(help=f"One of {', '.join(MODELS)}.")] = "gpt",
-    target: Annotated[str, typer.Option(help="cpu, or a TPU topology such as v5e:4x4.")] = "cpu",
+    target: Annotated[str, typer.Option(help="cpu, or a topology such as v5e:4x4 or h100.")] = "cpu",
     only: Annotated[list[str], typer.Option(help="Optimizers; repeatable.")] = NAMES,
     dtype: Annotated[str, typer.Option(help="Of weights and gradients.")] = "bfloat16",
     sequences: Annotated[int, typer.Option(help="Per step.")] = 16,
@@ -72,8 +74,9 @@ def main(
     table = Table("optimizer", "step", "weights and state", "temporaries, MB", "peak, bytes per parameter", "ms")
     for name in only:
         for kind in kinds:
-            step, state = step_of(kind, decoder, OPTIMIZERS[name], params, place, unrolled, CLIPS[clip])
-            compiled = jax.jit(step, donate_argnums=(0, 1)).lower(params, state, batch).compile()
+            with compiling_for(platform_of(target)):
+                step, state = step_of(kind, decoder, OPTIMIZERS[name], params, place, unrolled, CLIPS[clip])
+                compiled = jax.jit(step, donate_argnums=(0, 1)).lower(params, state, batch).compile()
             m, share = compiled.memory_analysis(), chips / count
             peak = m.argument_size_in_bytes + m.output_size_in_bytes - m.alias_size_in_bytes + m.temp_size_in_bytes
             ms = f"{milliseconds(compiled, params, state, batch):.0f}" if timed else ""
@@ -123,8 +126,13 @@ def placed(target: str) -> Mesh | None:
     """Chips that are only known to the compiler."""
     if target == "cpu":
         return None
-    devices = topologies.get_topology_desc(platform="tpu", topology_name=target).devices
-    return Mesh(np.array(devices), ("chips",))
+    chips = target_named(target)
+    return Mesh(chips.mesh((chips.devices, 1)).devices[:, 0], ("chips",))
+
+
+def platform_of(target: str) -> str:
+    """What JAX calls it."""
+    return "cpu" if target == "cpu" else target_named(target).platform.replace("cuda", "gpu")
 
 
 def milliseconds(compiled, params, state, batch) -> float:
