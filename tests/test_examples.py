@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec
 from typer.testing import CliRunner
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
@@ -18,6 +20,7 @@ import train_lm
 from lm.checkpoints import RunCheckpoints
 from lm.comparison import Run, markdown
 from lm.data import load_corpus
+from lm.layout import Layout
 from lm.model import ModelConfig
 from lm.optimizers import OPTIMIZERS, optimizer_named
 from lm.recipe import Recipe
@@ -43,9 +46,9 @@ def invoke(app, *args):
     return CliRunner().invoke(app, [str(arg) for arg in args], env={"TERMINAL_WIDTH": "400", "COLUMNS": "400"})
 
 
-def run_script(name, *args):
+def run_script(name, *args, **kwargs):
     command = [sys.executable, str(EXAMPLES / name), *map(str, args)]
-    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    return subprocess.run(command, check=True, capture_output=True, text=True, **kwargs).stdout
 
 
 def test_batches_are_a_function_of_seed_and_step(text):
@@ -137,12 +140,62 @@ def test_train_lm_compares_then_resumes_only_the_same_settings(text, tmp_path):
         (["--b1", "1"], "b1 must be in [0, 1), got 1.0"),
         (["--checkpoint-every", "0"], "checkpoint_every must be at least 1, got 0"),
         (["--resume"], "there are no checkpoints in"),
+        (["--mesh", "dta=4"], "axes of data, fsdp, model with their sizes, such as data=4,model=2, got 'dta=4'"),
+        (["--mesh", "data=2,data=2"], "got 'data=2,data=2'"),
+        (["--mesh", "data=0"], "got 'data=0'"),
+        (["--mesh", "data"], "got 'data'"),
+        (["--mesh", "data=2,model=8"], "mesh data=2,model=8 takes 16 devices, but there are 8"),
+        (["--mesh", "data=2,fsdp=2"], "batch must be a multiple of 4, the shards that the mesh cuts it into, got 2"),
     ],
 )
 def test_train_lm_refuses_bad_options(args, message, text, tmp_path):
+    assert jax.device_count() == 8  # asked before `--mesh` could ask for others
     result = invoke(train_lm.app, *SMALL, "--text", text, "--out", tmp_path / "out", *args)
     assert result.exit_code == 2
     assert message in result.output
+
+
+def test_train_lm_over_a_mesh_goes_on_over_another(text, tmp_path):
+    assert jax.device_count() == 8
+    args = [*SMALL, "--text", text, "--out", tmp_path / "out", "--optimizer", "adamw"]
+    fresh = invoke(train_lm.app, *args, "--mesh", "data=2,model=2", "--learning-rate", "1e-2")
+    assert fresh.exit_code == 0, fresh.output
+    found = json.loads((tmp_path / "out/results.json").read_text())["optimizers"]["adamw"]["losses"]
+    alone = train(RECIPE, load_corpus(text, "byte", 16), optimizer_named("adamw"), learning_rate=1e-2)
+    np.testing.assert_allclose(found, alone.history.losses, rtol=1e-5)  # sums in another order
+
+    resumed = invoke(train_lm.app, *args, "--mesh", "fsdp=2", "--learning-rate", "1e-2", "--resume")
+    assert resumed.exit_code == 0, resumed.output
+    assert json.loads((tmp_path / "out/results.json").read_text())["optimizers"]["adamw"]["losses"] == found
+
+
+@pytest.mark.slow
+def test_train_lm_simulates_devices(text, tmp_path):
+    args = [*SMALL, "--steps", "2", "--text", text, "--out", tmp_path, "--mesh", "data=2,fsdp=1,model=6"]
+    run_script("train_lm.py", *args, "--optimizer", "adamw", env=os.environ | {"XLA_FLAGS": ""})
+    assert len(json.loads((tmp_path / "results.json").read_text())["optimizers"]["adamw"]["losses"]) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "weights"), [("spectra_adamw", "float32"), ("flash_adamw", "bfloat16")])
+@pytest.mark.parametrize("release", [False, True])
+def test_a_step_over_a_mesh_keeps_its_layout(name, weights, release, text):
+    recipe = dataclasses.replace(RECIPE, weights=weights, release=release)
+    batch, make = load_corpus(text, "byte", 16).batch(0, 0, 2, 16), optimizer_named(name)
+    layout = Layout.of({"data": 1, "fsdp": 2, "model": 2})
+    state = init_state(recipe, make, 0, layout)
+    places = jax.tree.map(lambda x: x.sharding, state)
+    kernel, embedding = places.params["head"]["kernel"], places.params["tokens"]["embedding"]
+    assert kernel.get_value().spec == PartitionSpec(None, ("fsdp", "model"))
+    assert embedding.get_value().spec == PartitionSpec(("fsdp", "model"))
+    split = [place for place in jax.tree.leaves(places.optimizer) if not place.is_fully_replicated]
+    assert len(split) > len(jax.tree.leaves(places.params)) / 2
+    alone = init_state(recipe, make, 0)
+    for _ in range(3):
+        state, loss = train_step(recipe, make, state, layout.assemble(batch, 2), np.float32(1e-2), layout)
+        alone, expected = train_step(recipe, make, alone, batch, np.float32(1e-2))
+        np.testing.assert_allclose(loss, expected, rtol=1e-5 if weights == "float32" else 1e-4)
+    assert jax.tree.leaves(jax.tree.map(lambda x: x.sharding, state)) == jax.tree.leaves(places)
 
 
 def test_compare_optimizers_runs_a_cell_once_and_reports_it(tmp_path):

@@ -7,6 +7,7 @@ digit.
 """
 
 import collections
+import functools
 import json
 import os
 import signal
@@ -18,14 +19,15 @@ import time
 import multihost_worker as worker
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
+import multihost
 from lm.data import load_corpus
 from lm.optimizers import optimizer_named
 from lm.training import train
 
-QUICK = ["spectra_adamw", "flash_adamw"]
-ALL = ["adamw", *QUICK, "gwt_adamw"]
-SECONDS = 600  # of a run, on a machine that does much else
+ALL = ["adamw", "spectra_adamw", "flash_adamw", "gwt_adamw"]
+SECONDS = 900  # of a run, on a machine that does much else
 FLAGS = "--xla_backend_optimization_level=0"  # what these runs spend their time on is compiling
 TOLERANCE = {"adamw": 1e-5, "gwt_adamw": 1e-5, "spectra_adamw": 1e-4, "flash_adamw": 1e-4}
 
@@ -42,12 +44,12 @@ def alone(text):
     """Losses of each optimizer's uninterrupted run on one device."""
     corpus = load_corpus(text, "byte", 16)
 
+    @functools.cache
     def losses(name):
         result = train(worker.recipe_of(name), corpus, optimizer_named(name), learning_rate=worker.LEARNING_RATE)
         return [*result.history.losses, result.validation_loss]
 
-    found = collections.defaultdict(list)
-    return lambda name: found[name] or found.setdefault(name, losses(name))
+    return losses
 
 
 def free_port():
@@ -116,17 +118,17 @@ def check(reports, alone, *, first=0):
         for key, value in (item for f in found for item in f["hashes"].items()):
             copies[key.partition(" on ")[0]].add(value)
         assert all(len(values) == 1 for values in copies.values()), name
-        assert len(copies) < sum(len(f["hashes"]) for f in found)  # there were copies to compare
+        assert len(reports) == 1 or len(copies) < sum(len(f["hashes"]) for f in found)  # there were copies to compare
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("optimizers", "mesh", "processes", "devices"),
     [
-        (QUICK, "fsdp=2", 2, 1),
-        pytest.param(ALL, "data=2", 2, 1, marks=pytest.mark.slow),
-        pytest.param(ALL, "data=2,fsdp=2", 2, 2, marks=pytest.mark.slow),
-        pytest.param(ALL, "fsdp=4", 4, 1, marks=pytest.mark.slow),
-        pytest.param(ALL, "data=4", 4, 1, marks=pytest.mark.slow),
+        (ALL, "data=2", 2, 1),
+        (ALL, "data=2,fsdp=2", 2, 2),
+        (ALL, "fsdp=4", 4, 1),
+        (["spectra_adamw", "flash_adamw"], "data=4", 4, 1),
     ],
 )
 def test_ranks_agree_bit_for_bit(optimizers, mesh, processes, devices, text, tmp_path, alone):
@@ -135,19 +137,44 @@ def test_ranks_agree_bit_for_bit(optimizers, mesh, processes, devices, text, tmp
 
 
 @pytest.mark.parametrize(
-    ("optimizers", "before", "after"),
+    ("optimizer", "before", "after"),
     [
-        (["spectra_adamw"], ("fsdp=2", 2), ("fsdp=1", 1)),
-        pytest.param(["flash_adamw"], ("fsdp=2", 2), ("fsdp=4", 4), marks=pytest.mark.slow),
-        pytest.param(["gwt_adamw"], ("data=2,fsdp=2", 4), ("fsdp=2", 2), marks=pytest.mark.slow),
+        ("spectra_adamw", ("fsdp=1", 1), ("fsdp=2", 2)),
+        pytest.param("spectra_adamw", ("fsdp=2", 2), ("fsdp=1", 1), marks=pytest.mark.slow),
+        pytest.param("flash_adamw", ("fsdp=2", 2), ("fsdp=4", 4), marks=pytest.mark.slow),
+        pytest.param("gwt_adamw", ("data=2,fsdp=2", 4), ("data=2", 2), marks=pytest.mark.slow),
     ],
 )
-def test_a_killed_run_goes_on_with_another_number_of_processes(optimizers, before, after, text, tmp_path, alone):
+def test_a_killed_run_goes_on_with_another_number_of_processes(optimizer, before, after, text, tmp_path, alone):
     died = worker.EVERY + 1
-    with Processes(tmp_path, text, optimizers, before[0], processes=before[1], dies_at=died) as run:
+    with Processes(tmp_path, text, [optimizer], before[0], processes=before[1], dies_at=died) as run:
         victim = run.started[-1]
         victim.wait(SECONDS)
         assert victim.returncode == -signal.SIGKILL, "\n".join(run.logs())
         assert not list(run.folder.glob("*.json"))
-    with Processes(tmp_path, text, optimizers, after[0], processes=after[1]) as run:
+    with Processes(tmp_path, text, [optimizer], after[0], processes=after[1]) as run:
         check(run.reports(), alone, first=worker.EVERY)
+
+
+@pytest.mark.slow
+def test_one_command_alone_is_a_run_of_one_process(text, tmp_path):
+    sizes = ["--text", text, "--width", "48", "--steps", "2", "--batch", "8", "--out", tmp_path / "out"]
+    command = [sys.executable, multihost.__file__, *map(str, sizes)]
+    ran = subprocess.run(command, check=True, capture_output=True, text=True, timeout=SECONDS)
+    assert "process 0 of 1: validation loss" in ran.stdout
+    again = subprocess.run(command, check=True, capture_output=True, text=True, timeout=SECONDS)
+    assert again.stdout == ran.stdout
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--processes", "2"], "coordinator, processes and process_id belong together"),
+        (["--mesh", "data:2"], "mesh must be axes of data, fsdp, model"),
+        (["--optimizer", "adman"], "optimizer must be one of"),
+    ],
+)
+def test_bad_options_are_refused(args, message):
+    result = CliRunner().invoke(multihost.app, args, env={"TERMINAL_WIDTH": "400", "COLUMNS": "400"})
+    assert result.exit_code == 2
+    assert message in result.output

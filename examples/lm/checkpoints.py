@@ -7,7 +7,10 @@ are all that a resumed run needs to go on bit for bit.
 import dataclasses
 from pathlib import Path
 
+import optax
 import orbax.checkpoint as ocp
+
+from spectra_optax import check_stored_state, checkpoint_contents
 
 from .settings import require_same
 from .steps import TrainState
@@ -49,10 +52,12 @@ class RunCheckpoints:
         for step in self._manager.all_steps():
             self._manager.delete(step)
 
-    def restore(self, state: TrainState) -> tuple[TrainState, History]:
-        """The newest checkpoint, or `state` and an empty history if there is none."""
+    def restore(self, tx: optax.GradientTransformation, state: TrainState) -> tuple[TrainState, History]:
+        """The newest checkpoint, laid out as `state` is, or `state` and an empty history if there is none."""
         if self.step is None:
             return state, History()
+        stored = checkpoint_contents(self.folder / str(self.step) / "state")
+        check_stored_state(tx, state.params, stored["optimizer"])
         args = ocp.args.Composite(state=ocp.args.StandardRestore(state), history=ocp.args.JsonRestore())
         restored = self._manager.restore(self.step, args=args)
         return restored.state, History(**restored.history)

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import jax
 import numpy as np
+import optax
 
 from spectra_optax import state_bytes
 
@@ -72,7 +73,7 @@ class Result:
 class Checkpoints(Protocol):
     """Where `train` leaves its progress and finds it again."""
 
-    def restore(self, state: TrainState) -> tuple[TrainState, History]: ...
+    def restore(self, tx: optax.GradientTransformation, state: TrainState) -> tuple[TrainState, History]: ...
 
     def save(self, state: TrainState, history: History) -> None: ...
 
@@ -110,9 +111,10 @@ def train(
     make_weights = functools.partial(recipe.model.init_params, seed) if start is None else start
     state, history = init_state(recipe, make_optimizer, make_weights, layout), History()
     parameters = sum(param.size for param in jax.tree.leaves(state.params))
-    held = state_bytes(optimizer(recipe, make_optimizer, learning_rate), state.params)
+    tx = optimizer(recipe, make_optimizer, learning_rate)
+    held = state_bytes(tx, state.params)
     if checkpoints is not None:
-        state, history = checkpoints.restore(state)
+        state, history = checkpoints.restore(tx, state)
     evaluate_at = evaluation_steps(recipe)
     windows = corpus.validation_windows(recipe.validation_windows, recipe.model.context)
     if start is not None and not history.losses:
