@@ -395,7 +395,7 @@ RATE, SWITCH, AFTER = 3e-3, 100, 5
 @functools.cache
 def digits():
     data = load_digits()
-    return jnp.asarray((data.data - data.data.mean(0)) / 8, "float32"), jnp.asarray(data.target)
+    return np.asarray((data.data - data.data.mean(0)) / 8, np.float32), data.target
 
 
 def network():
@@ -417,7 +417,7 @@ def trainer(tx, steps):
 
     def step(carry, i):
         params, state = carry
-        x, y = digits()
+        x, y = map(jnp.asarray, digits())
         rows = jax.random.randint(jax.random.fold_in(jax.random.key(5), i), (32,), 0, len(x))
         updates, state = tx.update(jax.grad(loss)(params, x[rows], y[rows]), state, params)
         params = optax.apply_updates(params, updates)
