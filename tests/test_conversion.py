@@ -258,6 +258,28 @@ def test_adafactor_in_a_subspace():
     np.testing.assert_allclose(mu, np.repeat(near, 4, axis=0) / 2 * factored(NU["kernel"]), rtol=2e-4, atol=1e-7)
 
 
+def test_codes_of_a_normalised_average():
+    tx = compress_state(
+        spectra_adamw(1e-3, b2=B2, momentum=FullMomentum(), leaves=SMALL), ema=Companded(), leaves=SMALL
+    )
+    spy = convert_state(
+        tx,
+        spectra_adamw(1e-3, b2=B2, momentum=FullMomentum(), leaves=SMALL),
+        convert_state(ADAMW, tx, STATE, PARAMS),
+        PARAMS,
+    )
+    for path, ema in held(spy, "EmaState", "ema").items():
+        # Codes are fourth roots: neighbours are at most 4 / 127 of the largest apart.
+        assert np.max(np.abs(ema - normalised(path))) <= 4 / 127 * np.max(np.abs(normalised(path)))
+
+
+def test_published_limiter_goes_on_from_the_norm_of_the_moments():
+    tx = scale_by_gwt(mode="reference", eps=1e-6, leaves=SMALL)
+    state = convert_state(ADAMW, tx, STATE, PARAMS)
+    u = np.asarray(state.mu["kernel"]) / (np.sqrt(state.nu["kernel"]) + 1e-6)
+    np.testing.assert_allclose(state.norm["kernel"], np.linalg.norm(u), rtol=1e-5)
+
+
 def test_counts_and_schedules_go_on():
     rate = optax.linear_schedule(1.0, 0.0, 100)
     source = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate, b2=B2))
@@ -373,7 +395,7 @@ RATE, SWITCH, AFTER = 3e-3, 100, 5
 @functools.cache
 def digits():
     data = load_digits()
-    return jnp.asarray((data.data - data.data.mean(0)) / 8, "float32"), jnp.asarray(data.target)
+    return np.asarray((data.data - data.data.mean(0)) / 8, np.float32), data.target
 
 
 def network():
@@ -385,8 +407,8 @@ def network():
 
 def loss(params, x, y):
     for name in ("first", "second"):
-        x = jax.nn.relu(x @ params[name]["kernel"] + params[name]["bias"])
-    logits = x @ params["third"]["kernel"] + params["third"]["bias"]
+        x = jax.nn.relu(x @ params[name]["kernel"] + params[name]["bias"][None])
+    logits = x @ params["third"]["kernel"] + params["third"]["bias"][None]
     return optax.softmax_cross_entropy_with_integer_labels(logits, y).mean()
 
 
@@ -395,7 +417,7 @@ def trainer(tx, steps):
 
     def step(carry, i):
         params, state = carry
-        x, y = digits()
+        x, y = map(jnp.asarray, digits())
         rows = jax.random.randint(jax.random.fold_in(jax.random.key(5), i), (32,), 0, len(x))
         updates, state = tx.update(jax.grad(loss)(params, x[rows], y[rows]), state, params)
         params = optax.apply_updates(params, updates)
