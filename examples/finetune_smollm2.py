@@ -79,7 +79,7 @@ def main(
         settings = settings_of(recipe, corpus, learning_rate=learning_rate, seed=seed, source=source)
         folders = {name: RunCheckpoints(out / name, settings, every=checkpoint_every, last=steps) for name in factories}
         prepare(folders, resume)
-        introduce(start, corpus, prompt, is_smollm2=model is None)
+        introduce(start, corpus, weights, prompt, is_smollm2=model is None)
     except (ValueError, FileNotFoundError) as error:
         raise typer.BadParameter(str(error)) from None
     results = {}
@@ -111,12 +111,12 @@ def table_of(recipe: Recipe, make_optimizer: MakeOptimizer) -> MemoryTable:
     return memory_table(scheduled_optimizer(recipe, make_optimizer, 0.0), shapes)
 
 
-def introduce(start: Pretrained, corpus: Corpus, prompt: str, is_smollm2: bool) -> None:
+def introduce(start: Pretrained, corpus: Corpus, weights: str, prompt: str, *, is_smollm2: bool) -> None:
     """Says what is trained on what, and what it says before; SmolLM2 must know the capital of Italy."""
     sizes = start.network.sizes
     console.print(f"model: {start.folder}, {sizes.parameters / 1e6:.1f} M parameters, {sizes.layers} layers")
     console.print(f"text: {len(corpus.training):,} tokens, and {len(corpus.validation):,} held out for validation")
-    params = start.load()
+    params = start.load(weights)
     if is_smollm2:
         check_loaded(start, params)
         console.print(f"check: {PROMPT}{EXPECTED}")

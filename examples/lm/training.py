@@ -46,13 +46,13 @@ class Result:
       history: Losses and times, step by step.
       parameters: Number of the network's parameters.
       state_bytes: Exact size of the optimizer's state.
-      state: What the last step left.
+      state: What the last step left; None where it had to make room.
     """
 
     history: History
     parameters: int
     state_bytes: int
-    state: TrainState
+    state: TrainState | None
 
     @property
     def validation_loss(self) -> float:
