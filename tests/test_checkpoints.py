@@ -1,7 +1,5 @@
 """Checkpoints that move between numbers of devices, are saved in the background, or belong to other settings."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -96,35 +94,39 @@ def test_a_state_moves_between_numbers_of_devices_bit_for_bit(tx, tmp_path):
             assert x.sharding == place.sharding
 
 
-@pytest.mark.parametrize("kind", ["manager", "checkpointer"])
-def test_saving_in_the_background_while_the_state_is_donated(kind, tmp_path):
+def by_a_manager(folder):
+    return ocp.CheckpointManager(folder), lambda step: step
+
+
+def by_a_checkpointer(folder):
+    return ocp.AsyncCheckpointer(ocp.StandardCheckpointHandler()), lambda step: folder / str(step)
+
+
+@pytest.mark.parametrize("saved", [by_a_manager, by_a_checkpointer])
+def test_saving_in_the_background_while_the_state_is_donated(saved, tmp_path):
     tx = spectra_adamw(1e-2)
     shardings, of_state = layout(tx, HOPS[0])
     params = jax.device_put(jax.tree.map(lambda x: jnp.ones(x.shape, x.dtype), SHAPES), shardings)
-    state = jax.jit(tx.init, out_shardings=of_state)(params)
+    init = jax.jit(tx.init, out_shardings=of_state)
+    step = jax.jit(lambda state: tx.update(params, state, params)[1], donate_argnums=0, out_shardings=of_state)
 
-    @functools.partial(jax.jit, donate_argnums=0, out_shardings=of_state)
-    def step(state, params):
-        return tx.update(jax.tree.map(lambda p, n: p + n, params, params), state, params)[1]
+    state, expected = init(params), []
+    for _ in range(3):
+        state = step(state)
+        expected.append([bits(np.array(x)) for x in jax.tree.leaves(state)])
+    assert any((a != b).any() for a, b in zip(expected[0], expected[2], strict=True))
 
-    expected = []
-    with (
-        ocp.CheckpointManager(tmp_path)
-        if kind == "manager"
-        else ocp.AsyncCheckpointer(ocp.StandardCheckpointHandler()) as saver
-    ):
+    saver, where = saved(tmp_path)
+    with saver:
+        state = init(params)
         for i in range(3):
-            state = step(state, params)
-            expected.append([np.array(bits(x)) for x in jax.tree.leaves(state)])
-            save = functools.partial(saver.save, i if kind == "manager" else tmp_path / str(i))
-            save(args=ocp.args.StandardSave(state))
+            state = step(state)
+            saver.save(where(i), args=ocp.args.StandardSave(state))
         saver.wait_until_finished()
         for i, of_step in enumerate(expected):
-            where = i if kind == "manager" else tmp_path / str(i)
-            restored = saver.restore(where, args=ocp.args.StandardRestore(template(tx, HOPS[2])))
+            restored = saver.restore(where(i), args=ocp.args.StandardRestore(template(tx, HOPS[2])))
             for x, y in zip(jax.tree.leaves(restored), of_step, strict=True):
                 np.testing.assert_array_equal(bits(x), y)
-    assert any((a != b).any() for a, b in zip(expected[0], expected[2], strict=True))
 
 
 def eight_bit(**codecs):

@@ -31,7 +31,7 @@ class RunCheckpoints:
         if every < 1:
             raise ValueError(f"checkpoint_every must be at least 1, got {every}")
         self.folder, self.settings, self.every, self.last = folder.resolve(), settings, every, last
-        # Saving in the background would race with the next step, which donates the buffers being saved.
+        # Not in the background, so that what `save` returned from survives whatever ends the process.
         options = ocp.CheckpointManagerOptions(max_to_keep=2, enable_async_checkpointing=False)
         items = ("state", "history", "settings")
         self._manager = ocp.CheckpointManager(self.folder, item_names=items, options=options)
