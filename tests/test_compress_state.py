@@ -102,7 +102,7 @@ def trained(tx):
     return np.asarray(jax.jit(functools.partial(jax.lax.map, run))(jax.random.split(jax.random.key(0), SEEDS)))
 
 
-QUICK = ("sgd momentum", "adamw", "lion", "muon")
+QUICK = ("adamw", "lion")
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in QUICK else [pytest.mark.slow]) for n in OPTAX])

@@ -230,6 +230,9 @@ TABLE = {
 SLOW = {
     "flash_adam",
     "flash_sgd",
+    "flash_lion",
+    "scale_by_spectral_momentum/lowpass",
+    "spectra_adamw/lowpass",
     "spectra_adamw/random",
     "spectra_adamw/topk",
     "spectra_adamw/companded",
@@ -241,6 +244,7 @@ SLOW = {
     "compress_state/foam",
     "scale_by_gwt",
     "scale_by_gwt/reference",
+    "scale_by_foam",
     "scale_by_foam/reference",
 }
 PROMISES = set()

@@ -347,6 +347,7 @@ def test_other_rules_by_their_own_type():
         convert_state(ADAMW, compact, STATE, PARAMS)
 
 
+@pytest.mark.slow
 def test_jit_and_devices():
     mesh = jax.make_mesh((jax.device_count(),), ("data",))
     place = lambda x: jax.device_put(x, NamedSharding(mesh, PartitionSpec()))

@@ -131,7 +131,10 @@ def test_train_lm_compares_then_resumes_only_the_same_settings(text, tmp_path):
         (["--context", "5000"], "text is too short"),
         (["--weights", "bfloat16"], "weights=bfloat16 needs an optimizer that completes them"),
         (["--optimizer", "spectra_adamw_split"], "no parameter is bfloat16"),
-        (["--optimizer", "prodigy", "--release-gradients"], "tx must update every layer from that layer's gradient alone"),
+        (
+            ["--optimizer", "prodigy", "--release-gradients"],
+            "tx must update every layer from that layer's gradient alone",
+        ),
         (["--optimizer", "adman"], "optimizer must be one of adamw, spectra_adamw"),
         (["--tokens", "word"], "tokens must be one of byte, bpe, got 'word'"),
         (["--heads", "3"], "heads must divide width, got heads=3 and width=32"),

@@ -52,7 +52,7 @@ OPTIMIZERS = {
     "foam_adamw_8_bits": (compress_state(foam_adamw(1e-2), **EIGHT_BITS), "float32"),
     "nadam_8_bits": (compress_state(optax.nadam(1e-2), **EIGHT_BITS), "float32"),
 }
-QUICK = ("flash_adamw", "gwt_adamw", "spectra_adamw", "split_spectra_adamw")
+QUICK = ("flash_adamw", "spectra_adamw")
 
 
 @pytest.fixture

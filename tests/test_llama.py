@@ -331,7 +331,8 @@ def recipe_of(start, **changes):
 
 
 @pytest.mark.parametrize(
-    ("stored", "weights"), [("float32", "float32"), ("bfloat16", "bfloat16"), ("float16", "bfloat16")]
+    ("stored", "weights"),
+    [("float32", "float32"), *(pytest.param(s, "bfloat16", marks=pytest.mark.slow) for s in ("bfloat16", "float16"))],
 )
 def test_a_trained_folder_is_saved_as_it_came_and_read_again_bit_for_bit(stored, weights, text, tmp_path):
     tensors = random_tensors(CONFIG, stored)
@@ -427,7 +428,9 @@ def test_configs_of_other_networks_are_refused(changes, message, folder):
         Pretrained.open(folder, context=CONTEXT)
 
 
-@pytest.mark.parametrize(("weights", "tied"), [("float32", True), ("bfloat16", False)])
+@pytest.mark.parametrize(
+    ("weights", "tied"), [("float32", True), pytest.param("bfloat16", False, marks=pytest.mark.slow)]
+)
 def test_a_step_with_gradient_release_is_the_ordinary_step(weights, tied, tmp_path):
     config = CONFIG | {"tie_word_embeddings": tied}
     start = Pretrained.open(write_folder(tmp_path / "llama", random_tensors(config), config), context=CONTEXT)

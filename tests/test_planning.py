@@ -251,6 +251,7 @@ def test_released_gradients_are_those_of_a_layer_and_of_what_is_outside():
         plan(own, "v5e:1x1", Released("adamw"))
 
 
+@pytest.mark.slow
 def test_a_released_step_is_the_ordinary_one_in_less_memory():
     decoder, tx = dataclasses.replace(TINY, layers=8), optax.adam(1e-3)
     mesh = jax.make_mesh((4, 2), AXES, axis_types=(AxisType.Auto,) * 2)

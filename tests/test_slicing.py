@@ -94,7 +94,10 @@ def test_parts_follow_what_a_device_holds(spec, part):
     assert slicing.part_of((4, 64, 96), 1, NamedSharding(mesh, PartitionSpec(*spec))) == part
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+QUICK = ("spectra_adamw",)
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in QUICK else pytest.mark.slow) for n in OPTIMIZERS])
 def test_slices_are_the_stack(name):
     make, dtype = OPTIMIZERS[name]
     tx, params = make(), drawn(dtype)

@@ -236,6 +236,7 @@ def test_a_step_that_misses_its_16_bit_weight_leaves_no_correction(dtype, bits):
     assert np.abs(found - intended).max() <= 2.0**-18
 
 
+@pytest.mark.slow
 @every_dtype
 @every_width
 def test_op_by_op_gives_the_bits_of_the_compiled_update(dtype, bits):
