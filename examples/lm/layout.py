@@ -90,13 +90,13 @@ class Layout:
 
     @property
     def _batches(self) -> NamedSharding:
-        return NamedSharding(self.mesh, PartitionSpec(self._present(CUT_BATCHES)))
+        return NamedSharding(self.mesh, PartitionSpec(self._present(CUT_BATCHES) or None))
 
     def _param(self, path: str, shape: tuple[int, ...]) -> NamedSharding:
         axis = 0 if "embedding" in path else len(shape) - 1
         if len(shape) < 2 or shape[axis] % self._shards(CUT_MATRICES):
             return NamedSharding(self.mesh, PartitionSpec())
-        return NamedSharding(self.mesh, PartitionSpec(*[None] * axis, self._present(CUT_MATRICES)))
+        return NamedSharding(self.mesh, PartitionSpec(*[None] * axis, self._present(CUT_MATRICES) or None))
 
     def _present(self, names: tuple[str, ...]) -> tuple[str, ...]:
         return tuple(name for name in names if name in self.mesh.shape)
