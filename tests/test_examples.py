@@ -186,14 +186,15 @@ def test_a_step_over_a_mesh_keeps_its_layout(name, weights, release, text):
     recipe = dataclasses.replace(RECIPE, weights=weights, release=release)
     batch, make = load_corpus(text, "byte", 16).batch(0, 0, 2, 16), optimizer_named(name)
     layout = Layout.of({"data": 1, "fsdp": 2, "model": 2})
-    state = init_state(recipe, make, 0, layout)
+    start = lambda: recipe.model.init_params(seed=0)
+    state = init_state(recipe, make, start, layout)
     places = jax.tree.map(lambda x: x.sharding, state)
     kernel, embedding = places.params["head"]["kernel"], places.params["tokens"]["embedding"]
     assert kernel.get_value().spec == PartitionSpec(None, ("fsdp", "model"))
     assert embedding.get_value().spec == PartitionSpec(("fsdp", "model"))
     split = [place for place in jax.tree.leaves(places.optimizer) if not place.is_fully_replicated]
     assert len(split) > len(jax.tree.leaves(places.params)) / 2
-    alone = init_state(recipe, make, 0)
+    alone = init_state(recipe, make, start)
     for _ in range(3):
         state, loss = train_step(recipe, make, state, layout.assemble(batch, 2), np.float32(1e-2), layout)
         alone, expected = train_step(recipe, make, alone, batch, np.float32(1e-2))
