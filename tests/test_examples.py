@@ -199,7 +199,8 @@ def test_a_step_over_a_mesh_keeps_its_layout(name, weights, release, text):
         state, loss = train_step(recipe, make, state, layout.assemble(batch, 2), np.float32(1e-2), layout)
         alone, expected = train_step(recipe, make, alone, batch, np.float32(1e-2))
         np.testing.assert_allclose(loss, expected, rtol=1e-5 if weights == "float32" else 1e-4)
-    assert jax.tree.leaves(jax.tree.map(lambda x: x.sharding, state)) == jax.tree.leaves(places)
+    kept = jax.tree.map(lambda x, place: x.sharding.is_equivalent_to(place, x.ndim), state, places)
+    assert all(jax.tree.leaves(kept))
 
 
 def test_compare_optimizers_runs_a_cell_once_and_reports_it(tmp_path):
