@@ -25,7 +25,7 @@ from spectra_optax.codecs.factored import reciprocal
 from spectra_optax.codecs.wavelet import Wavelet
 from spectra_optax.leaves import LINEAR_LAYERS, Leaf, LeafRules
 from spectra_optax.lift import FORMAT, check_settings, check_type, described, encode_settings, leaves_of
-from spectra_optax.readings import Reading, filled, parts, readable
+from spectra_optax.readings import Parts, Reading, filled, parts, readable
 from spectra_optax.transforms import neighbours
 from spectra_optax.transforms.factored_rms import bounded
 from spectra_optax.transforms.fitting_forms import SECOND_MOMENTS
@@ -98,16 +98,7 @@ def in_wavelet_subspace(
         updates = _map(leaves, functools.partial(_completed, wavelet, gain=gain), updates, a, u)
         return updates, WaveletSubspaceState(inner_state, state.settings)
 
-    matrices = lambda params: {leaf.path: leaf for leaf in leaves_of(params, leaves) if leaf.is_matrix}
-
-    def viewed(rule, found, params):
-        """Parts with a rule `(leaf, is_second_moment, array)` on those of matrices."""
-        known, new = matrices(params), dict(found)
-        for part in found:
-            if part[2] in known:
-                second = part[1] in SECOND_MOMENTS
-                new[part] = functools.partial(_viewed, rule, wavelet, known[part[2]], second, found[part])
-        return new
+    viewed = functools.partial(_parts_viewed, leaves, wavelet)
 
     def read(state, params, numbers):
         del numbers
@@ -176,6 +167,18 @@ def _completed(
     wanted = jnp.sqrt(mean(u))
     # A gradient of a few entries beside a large momentum would have all of its size in them.
     return leaf.from_matrix(expand(u) + bounded(details * (wanted * reciprocal(size)), LARGEST * wanted))
+
+
+def _parts_viewed(
+    leaves: LeafRules, wavelet: Wavelet, rule: Callable[..., jax.Array], found: Parts, params: Any
+) -> Parts:
+    """Parts with a rule `(leaf, is_second_moment, array)` on those of matrices."""
+    matrices, new = {leaf.path: leaf for leaf in leaves_of(params, leaves) if leaf.is_matrix}, dict(found)
+    for part in found:
+        if part[2] in matrices:
+            second = part[1] in SECOND_MOMENTS
+            new[part] = functools.partial(_viewed, rule, wavelet, matrices[part[2]], second, found[part])
+    return new
 
 
 def _viewed(rule: Callable[..., jax.Array], wavelet: Wavelet, leaf: Leaf, second: bool, x: Callable[[], jax.Array]):
