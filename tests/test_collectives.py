@@ -15,17 +15,32 @@ from spectra_optax.planning.targets import target_named
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "benchmarks"))
 
-from collectives import OPTIMIZERS, Collective, collectives, compiled
+from collectives import LAYOUTS, OPTIMIZERS, Collective, Placement, collectives, compiled
 
 VECTOR = 3 * 2048  # the longest statistic of a leaf
 # Sums of means are those that no optimizer without a state by rows and columns has.
 SUMS = ("spectra_adamw", "split spectra_adamw", "gwt_adafactor")
+# Leaves with arrays in common that lie otherwise, as the two matrices of a tensor-parallel block do.
+PAIRS = {
+    "of one shape": {
+        "in": Placement("in/kernel", (2048, 2048), ("data", "model")),
+        "out": Placement("out/kernel", (2048, 2048), ("model", "data")),
+    },
+    "of one length": {layout: LAYOUTS[layout] for layout in ("rows (FSDP)", "embedding")},
+}
 
 
 def assert_moves_no_matrix(name, program):
     found = collectives(program)
-    assert [c for c in found if c.elements > VECTOR] == []
+    assert [c for c in found if c.elements > VECTOR or c.kind != "all-reduce"] == []
     assert bool(found) == name.startswith(SUMS)
+
+
+def tpus():
+    target = target_named("v5e:4x4")
+    if not target.has_compiler:
+        pytest.skip("the TPU's compiler is not installed: pip install 'spectra-optax[tpu]'")
+    return target.mesh((4, 4))
 
 
 @pytest.mark.slow
@@ -38,11 +53,18 @@ def test_simulated_devices_move_no_matrix(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_tpus_move_no_matrix(name):
-    target = target_named("v5e:4x4")
-    if not target.has_compiler:
-        pytest.skip("the TPU's compiler is not installed: pip install 'spectra-optax[tpu]'")
+    mesh = tpus()
     with backend.compiling_for("tpu"):
-        assert_moves_no_matrix(name, compiled(OPTIMIZERS[name], target.mesh((4, 4))))
+        assert_moves_no_matrix(name, compiled(OPTIMIZERS[name], mesh))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pair", PAIRS)
+@pytest.mark.parametrize("name", ["flash_adamw", "flash_sgd", "split spectra_adamw", "foam_adamw, 8 bits"])
+def test_leaves_that_lie_otherwise_share_nothing(name, pair):
+    mesh = tpus()
+    with backend.compiling_for("tpu"):
+        assert_moves_no_matrix(name, compiled(OPTIMIZERS[name], mesh, PAIRS[pair]))
 
 
 def test_a_gathered_matrix_would_be_seen():
