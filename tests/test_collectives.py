@@ -67,6 +67,24 @@ def test_leaves_that_lie_otherwise_share_nothing(name, pair):
         assert_moves_no_matrix(name, compiled(OPTIMIZERS[name], mesh, PAIRS[pair]))
 
 
+def in_shard_map(update):
+    mesh = jax.make_mesh((8,), ("device",), axis_types=(AxisType.Auto,))
+    one = lambda *trees: jax.tree.map(lambda x: x[None], update(*jax.tree.map(lambda x: x[0], trees)))
+    return jax.jit(jax.shard_map(one, mesh=mesh, in_specs=PartitionSpec("device"), out_specs=PartitionSpec("device")))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mapped", [in_shard_map, jax.pmap])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_devices_with_a_copy_each_send_nothing(name, mapped):
+    tx = OPTIMIZERS[name]
+    params = {"layer": {"kernel": jax.ShapeDtypeStruct((256, 128), "bfloat16")}}
+    a_copy_each = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct((8, *x.shape), x.dtype), (params, jax.eval_shape(tx.init, params), params)
+    )
+    assert collectives(mapped(tx.update).lower(*a_copy_each).compile()) == []
+
+
 def test_a_gathered_matrix_would_be_seen():
     mesh = Mesh(jax.devices(), ("data",))
     x = jax.ShapeDtypeStruct((1024, 512), "float32", sharding=NamedSharding(mesh, PartitionSpec("data")))
