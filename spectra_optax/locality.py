@@ -41,8 +41,8 @@ class Local(NamedTuple):
         in its place.
       prepared: replaces, outside the kernel, parts of the state that depend on whole matrices:
         `(gradient, state, layout) -> (state, restore)`, with `restore(new_state)` the state to keep.
-      bulky: whether the plain formula holds temporaries of a matrix's size; large stacks are then run slice by slice.
-        What XLA makes one pass of, a loop over slices would only cut into several.
+      bulky: whether the plain formula holds temporaries of a matrix's size everywhere, so that large stacks are run
+        slice by slice.
     """
 
     build: Callable[[LeafRules], optax.GradientTransformation]

@@ -92,7 +92,7 @@ class _Step(NamedTuple):
     def in_slices(self, i: int, leaves: Sequence[Leaf]) -> tuple[jax.Array, dict[Any, jax.Array]]:
         """The parameter of leaf `i` and the state beside it, computed slice by slice of a stack."""
         g, params, p, layout = self._leaf(i)
-        part = slicing.part_of(p.shape, min(_stacked(leaf) for leaf in leaves), layout)
+        part = slicing.part_of(p.shape, _stacked(leaves), layout, slicing.limit(self.local.bulky))
         if part is None:
             raise NotLocalError("One part is all.")
         boxed = self._like(params, part)
@@ -148,13 +148,14 @@ class _Step(NamedTuple):
 def _ways(local: Local, leaves: Sequence[Leaf], apply: bool) -> list[Callable[..., Any]]:
     """The ways in which a leaf may be run in parts, the best first."""
     on_tiles = backend.runs_kernels() and _block(local, leaves) is not None
-    in_slices = apply and local.bulky and slicing.part_of(leaves[0].shape, min(map(_stacked, leaves)), None) is not None
+    part = slicing.part_of(leaves[0].shape, _stacked(leaves), None, slicing.limit(local.bulky))
+    in_slices = apply and part is not None
     return [*([_Step.on_tiles] if on_tiles else []), *([_Step.in_slices] if in_slices else [])]
 
 
-def _stacked(leaf: Leaf) -> int:
+def _stacked(leaves: Sequence[Leaf]) -> int:
     """How many of a leaf's first axes count its matrices."""
-    return min(leaf.rows + leaf.cols, default=0)
+    return min(min(leaf.rows + leaf.cols, default=0) for leaf in leaves)
 
 
 def _block(local: Local, leaves: Sequence[Leaf]) -> int | None:

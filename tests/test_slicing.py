@@ -12,6 +12,7 @@ from spectra_optax import (
     LeafRules,
     Spectrum,
     backend,
+    flash_adamw,
     fused_step,
     gwt_adamw,
     slicing,
@@ -83,7 +84,7 @@ def assert_same(got, expected):
     ],
 )
 def test_parts_are_the_largest_that_fit(shape, axes, part):
-    assert slicing.part_of(shape, axes, None) == part
+    assert slicing.part_of(shape, axes, None, 2 * 64 * 96) == part
 
 
 @pytest.mark.parametrize(
@@ -91,7 +92,24 @@ def test_parts_are_the_largest_that_fit(shape, axes, part):
 )
 def test_parts_follow_what_a_device_holds(spec, part):
     mesh = jax.make_mesh((2,), ("x",))
-    assert slicing.part_of((4, 64, 96), 1, NamedSharding(mesh, PartitionSpec(*spec))) == part
+    layout = NamedSharding(mesh, PartitionSpec(*spec))
+    assert slicing.part_of((4, 64, 96), 1, layout, 2 * 64 * 96) == part
+
+
+@pytest.mark.parametrize("make", [flash_adamw, gwt_adamw])
+@pytest.mark.parametrize(("platform", "layers", "count"), [("gpu", 10, 1), ("gpu", 8, 0), ("cpu", 10, 0)])
+def test_gpus_take_up_to_two_gibibytes_at_once(make, platform, layers, count):
+    tx, params = make(1e-3), {"layers": jax.ShapeDtypeStruct((layers, 8192, 8192), "bfloat16")}
+    state = jax.eval_shape(tx.init, params)
+    with backend.compiling_for(platform):
+        assert str(jax.make_jaxpr(fused_step(tx))(params, state, params)).count("scan[") == count
+
+
+def test_codes_in_slices_are_those_of_the_stack(monkeypatch):
+    monkeypatch.setattr(slicing, "limit", lambda bulky: 2 * 64 * 96)
+    tx, params = flash_adamw(1e-2), drawn("bfloat16")
+    assert loops(fused_step(tx), tx, params) == 2
+    assert_same(trained(jax.jit(fused_step(tx)), tx, params), trained(jax.jit(two_calls(tx)), tx, params))
 
 
 QUICK = ("spectra_adamw",)
