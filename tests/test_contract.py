@@ -253,7 +253,8 @@ PROMISES = set()
 def promise(test):
     """Runs `test(entry, ...)` for every entry of the table that is not exempt from it."""
     PROMISES.add(test.__name__)
-    marks = lambda name: [pytest.mark.slow] if name in SLOW else []
+    # One worker runs all of an entry, whose rules are then compiled once.
+    marks = lambda name: [pytest.mark.xdist_group(name)] + ([pytest.mark.slow] if name in SLOW else [])
     bound = [
         pytest.param(entry, id=name, marks=marks(name))
         for name, entry in TABLE.items()
