@@ -32,7 +32,8 @@ PAIRS = {
 
 def assert_moves_no_matrix(name, program):
     found = collectives(program)
-    assert [c for c in found if c.elements > VECTOR or c.kind != "all-reduce"] == []
+    # Masks that follow the energy choose among sums of all shards, for which CPUs gather vectors.
+    assert [c for c in found if c.elements > VECTOR or c.kind not in ("all-reduce", "all-gather")] == []
     assert bool(found) == name.startswith(SUMS)
 
 
