@@ -53,9 +53,9 @@ def run(
 ) -> None:
     """Trains whatever the results file does not hold yet."""
     _check(tasks, entries)
-    absent = missing_packages(entries or list(TRIALS))
-    if absent:
+    if absent := missing_packages(entries or []):
         raise typer.BadParameter(f"{', '.join(absent)} must be installed: pip install '.[benchmarks]'")
+    entries = entries or [name for name in TRIALS if name not in missing_packages(list(TRIALS))]
     try:
         pool = workers(jobs)
     except ValueError as error:
@@ -63,7 +63,7 @@ def run(
     with pool:
         for task in tasks:
             record = Record(partial(_finished, results, task), partial(append_run, results))
-            _require_same_settings(task, steps, record, results)
+            _prepare(task, steps, record, results)
             sweep(grids_of(task, entries), seeds, partial(run_cell, task, steps), record, pool, task)
     report(results, None)
 
@@ -111,12 +111,13 @@ def _finished(results: Path, task: str) -> list[TaskRun]:
     return [run for run in read_runs(results, TaskRun) if run.task == task]
 
 
-def _require_same_settings(task: str, steps: int | None, record: Record, results: Path) -> None:
-    settings = settings_of_problem(problem_of(task, steps))
+def _prepare(task: str, steps: int | None, record: Record, results: Path) -> None:
+    """Fetches what the task needs, once for all processes, and refuses results of other settings."""
     try:
+        settings = settings_of_problem(problem_of(task, steps))
         for finished in record.read():
             require_same(settings, finished.settings, results)
-    except ValueError as error:
+    except (ValueError, FileNotFoundError, ModuleNotFoundError) as error:
         raise typer.BadParameter(str(error)) from None
 
 

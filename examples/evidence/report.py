@@ -59,42 +59,47 @@ def plot(runs: list[TaskRun], path: Path) -> None:
     tasks = by_task(runs)
     columns = min(2, len(tasks))
     figure = Figure(figsize=(8 * columns, 6 * math.ceil(len(tasks) / columns)), layout="constrained")
-    panels = figure.subplots(math.ceil(len(tasks) / columns), columns, squeeze=False).flat
+    panels = list(figure.subplots(math.ceil(len(tasks) / columns), columns, squeeze=False).flat)
     for axes, (task, of_task) in zip(panels, tasks.items(), strict=False):
         _panel(axes, rows_of(of_task))
         axes.set(title=TASKS[task].about, xlabel="state, bytes per parameter", ylabel="validation loss (nats)")
-    for axes in list(panels)[len(tasks) :]:
+    for axes in panels[len(tasks) :]:
         axes.remove()
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
 
 
 def _panel(axes: Axes, rows: list[Row]) -> None:
-    """Error bars are the seeds' standard deviation; hollow points have 16-bit weights; crosses diverged."""
-    converged = [row for row in rows if math.isfinite(_mean(row))]
-    for row in converged:
-        losses, x = row.validation_losses, row.at_best[0].bytes_per_parameter
-        spread = statistics.stdev(losses) if len(losses) > 1 else 0
-        fill = "none" if row.at_best[0].weights == "bfloat16" else "full"
-        axes.errorbar(x, _mean(row), yerr=spread, fmt="o", fillstyle=fill, capsize=3, color="C0")
-        _name(axes, row, _mean(row))
-    front = pareto(converged)
+    """Error bars are the seeds' standard deviation; hollow points have 16-bit weights; crosses lie above the panel."""
+    rows = [row for row in rows if math.isfinite(row.at_best[0].bytes_per_parameter)]  # one that failed has no size
+    top = _ceiling(rows)
+    for row in rows:
+        size, losses = row.at_best[0].bytes_per_parameter, row.validation_losses
+        if _mean(row) <= top:
+            spread = statistics.stdev(losses) if len(losses) > 1 else 0
+            fill = "none" if row.at_best[0].weights == "bfloat16" else "full"
+            axes.errorbar(size, _mean(row), yerr=spread, fmt="o", fillstyle=fill, capsize=3, color="C0")
+            label = row.entry
+        else:
+            axes.plot(size, top, "x", color="C3")
+            label = f"{row.entry}, {_mean(row):.3f}" if math.isfinite(_mean(row)) else f"{row.entry}, diverged"
+        at = (size, min(_mean(row), top))
+        axes.annotate(label, at, xytext=(4, 4), textcoords="offset points", fontsize=7)
+    front = [row for row in pareto(rows) if _mean(row) <= top]
     sizes = [row.at_best[0].bytes_per_parameter for row in front]
     axes.step(sizes, [_mean(row) for row in front], where="post", color="C1", zorder=0, label="Pareto front")
-    top = axes.get_ylim()[1]
-    for row in rows:
-        if not math.isfinite(_mean(row)) and math.isfinite(row.at_best[0].bytes_per_parameter):
-            axes.plot(row.at_best[0].bytes_per_parameter, top, "x", color="C3")
-            _name(axes, row, top)
     axes.set_xscale("log")
+    axes.margins(x=0.12)
     axes.grid(alpha=0.3)
     axes.legend()
 
 
-def _name(axes: Axes, row: Row, y: float) -> None:
-    name = row.entry if math.isfinite(_mean(row)) else f"{row.entry} (diverged)"
-    at = (row.at_best[0].bytes_per_parameter, y)
-    axes.annotate(name, at, xytext=(4, 4), textcoords="offset points", fontsize=7)
+def _ceiling(rows: list[Row]) -> float:
+    """The highest loss that is drawn, lest one far off squash the rest: four times as far from the best as half are."""
+    losses = sorted(_mean(row) for row in rows if math.isfinite(_mean(row)))
+    if not losses:
+        return 0.0
+    return min(losses[-1], losses[0] + 4 * (statistics.median(losses) - losses[0])) if len(losses) > 2 else losses[-1]
 
 
 def _mean(row: Row) -> float:
