@@ -1,6 +1,7 @@
 """`examples/benchmarks/quality.py` on a task of two steps: nothing is done twice, what fails or diverges is told."""
 
 import dataclasses
+import functools
 import json
 import math
 import sys
@@ -30,6 +31,7 @@ from lm.recipe import Recipe
 from lm.steps import init_state, train_step
 from lm.sweep import Cell
 from vision.data import mnist
+from vision.networks import Classifier
 
 MODEL = ModelConfig(layers=1, width=32, heads=2, context=16)
 
@@ -154,6 +156,27 @@ def test_experts_compute_what_a_loop_over_tokens_does(key):
             hidden = gate / (1 + np.exp(-gate)) * (token @ mlp["up_proj"]["kernel"][expert])
             expected[t] += share * (hidden @ mlp["down_proj"]["kernel"][expert])
     np.testing.assert_allclose(model.feed_forward(p, h)[0], expected, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("task", "model", "row"),
+    [
+        ("experts", small_mixture(256, 16), 17),
+        ("digits", Classifier("vit", 8, 16), 65),
+        ("mnist", Classifier("cnn", 8, 16), 65),
+    ],
+)
+def test_every_trial_has_a_step_on_every_network(task, model, row):
+    rows = jax.ShapeDtypeStruct((2, row), "int32")
+    for name in TASKS[task].entries:
+        make_optimizer, b1, weights = TRIALS[name].entry
+        recipe = Recipe(model, batch=2, b1=b1, weights=weights)
+        fresh = functools.partial(init_state, recipe, make_optimizer, functools.partial(model.init_params, 0))
+        state = jax.eval_shape(fresh)
+        after, _ = train_step.eval_shape(recipe, make_optimizer, state, rows, np.float32(1e-3))
+        of = lambda tree: jax.tree.map(lambda x: (x.shape, x.dtype), tree)
+        assert of(after) == of(state), name
 
 
 @pytest.mark.slow
