@@ -9,23 +9,19 @@ model and text of `train_lm.py`. It appends each finished run to a file and, sta
 """
 
 import dataclasses
-import os
-from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from functools import partial
-from multiprocessing import get_context
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated
 
 import typer
-from tqdm import tqdm
 
-from lm.comparison import Run, append_run, best_rate, markdown, read_runs
+from lm.comparison import Run, append_run, markdown, read_runs
 from lm.data import BYTE, load_corpus
 from lm.model import ModelConfig
 from lm.optimizers import adapted, optimizer_named
 from lm.recipe import Recipe
 from lm.settings import require_same, settings_of
+from lm.sweep import Cell, Entry, Record, sweep, workers
 from lm.training import train
 from spectra_optax import Spectrum, spectra_adamw
 
@@ -43,14 +39,6 @@ PEERS = (
     "muon",
     "schedule_free_adamw",
 )
-
-
-class Entry(NamedTuple):
-    """A row of the table: an optimizer, the decay of its momentum, the dtype of the parameters."""
-
-    make_optimizer: Callable
-    b1: float = 0.9
-    weights: str = Recipe.weights
 
 
 def _spectra(**settings) -> Entry:
@@ -85,17 +73,6 @@ ENTRIES = {
 NAMES = list(ENTRIES)
 RATES = [5e-4, 1e-3, 2e-3, 4e-3, 8e-3]
 SEEDS = [0, 1, 2]
-PINNING = hasattr(os, "sched_setaffinity")  # Not on macOS.
-
-
-class Cell(NamedTuple):
-    """One run to do, but for the recipe that all share."""
-
-    entry: str
-    rate: float
-    seed: int
-
-
 app = typer.Typer(pretty_exceptions_enable=False, add_completion=False)
 ResultsFile = Annotated[Path, typer.Option(help="JSON-lines file, one finished run a line.")]
 RESULTS = Path("runs/compare_optimizers.jsonl")
@@ -118,22 +95,17 @@ def run(
     unknown = [entry for entry in entries if entry not in ENTRIES]
     if unknown:
         raise typer.BadParameter(f"entries must be of {', '.join(NAMES)}, got {', '.join(unknown)}")
-    cores = _cores()
-    if not 1 <= jobs <= len(cores):
-        raise typer.BadParameter(f"jobs must be between 1 and the {len(cores)} cores at hand, got {jobs}")
     try:
         recipe = Recipe(ModelConfig(layers=layers, width=width), steps)
         settings = _settings(recipe)
         for finished in read_runs(results):
             require_same(settings, finished.settings, results)
+        pool = workers(jobs)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
-    with _pool(jobs, cores) as pool:
-        grid = [Cell(entry, rate, seeds[0]) for entry in entries for rate in rates]
-        _run_missing(grid, recipe, results, pool)
-        runs = read_runs(results)
-        repeats = [Cell(entry, best_rate(runs, entry), seed) for entry in entries for seed in seeds[1:]]
-        _run_missing(repeats, recipe, results, pool)
+    record = Record(partial(read_runs, results), partial(append_run, results))
+    with pool:
+        sweep(dict.fromkeys(entries, rates), seeds, partial(_run_cell, recipe), record, pool)
     print(markdown(read_runs(results)))
 
 
@@ -156,38 +128,7 @@ def _settings(recipe: Recipe) -> dict:
     return settings
 
 
-def _pool(jobs: int, cores: list[int]) -> ProcessPoolExecutor:
-    """Worker processes, the cores dealt out among them.
-
-    A worker pins itself before its first computation, which is when JAX sizes its thread pools. Workers live as long
-    as the sweep, so each compiles an entry once and serves all its learning rates and seeds.
-    """
-    context = get_context("spawn")
-    shares = context.SimpleQueue()
-    for job in range(jobs):
-        shares.put(cores[job::jobs])
-    return ProcessPoolExecutor(jobs, context, initializer=_pin, initargs=(shares,))
-
-
-def _cores() -> list[int]:
-    return sorted(os.sched_getaffinity(0)) if PINNING else list(range(os.cpu_count()))
-
-
-def _pin(shares) -> None:
-    if PINNING:
-        os.sched_setaffinity(0, shares.get())
-
-
-def _run_missing(cells: list[Cell], recipe: Recipe, results: Path, pool: ProcessPoolExecutor) -> None:
-    """Runs those of `cells` that the file lacks; only this process writes to it."""
-    finished = {Cell(run.entry, run.rate, run.seed) for run in read_runs(results)}
-    missing = [cell for cell in cells if cell not in finished]
-    futures = [pool.submit(_run_cell, cell, recipe) for cell in missing]
-    for future in tqdm(as_completed(futures), total=len(futures), unit="run"):
-        append_run(results, future.result())
-
-
-def _run_cell(cell: Cell, recipe: Recipe) -> Run:
+def _run_cell(recipe: Recipe, cell: Cell) -> Run:
     entry = ENTRIES[cell.entry]
     recipe = dataclasses.replace(recipe, b1=entry.b1, weights=entry.weights)
     result = train(recipe, _corpus(recipe), entry.make_optimizer, learning_rate=cell.rate, seed=cell.seed)

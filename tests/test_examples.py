@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +17,7 @@ from typer.testing import CliRunner
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 
 import compare_optimizers
+import nnx_vision
 import train_lm
 from lm.checkpoints import RunCheckpoints
 from lm.comparison import Run, markdown
@@ -27,6 +29,7 @@ from lm.recipe import Recipe
 from lm.settings import settings_of
 from lm.steps import init_state, train_step
 from lm.training import train
+from vision.data import digits
 
 EXAMPLES = Path(train_lm.__file__).parent
 MODEL = ModelConfig(layers=1, width=32, heads=2, context=16)
@@ -240,11 +243,44 @@ def test_the_report_weighs_differences_against_the_seeds_spread():
     assert "diverged" in lost
 
 
-def test_linen_example_prints_both_state_sizes():
-    adamw, spectra = run_script("linen_train_state.py", "--steps", "2").splitlines()
+def test_linen_example_prints_both_state_sizes_and_goes_on(tmp_path):
+    command = ["linen_train_state.py", "--steps", "2", "--out", tmp_path]
+    adamw, spectra = run_script(*command).splitlines()
     assert adamw.startswith("adamw: ")
     assert "8.00 per parameter" in adamw
     assert spectra.startswith("spectra_adamw: ")
+    assert any("tfevents" in file.name for file in (tmp_path / "adamw").iterdir())
+    assert run_script(*command).splitlines() == [adamw, spectra]  # of what was restored
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("network", ["vit", "cnn"])
+def test_nnx_example_goes_on_bit_for_bit(network, tmp_path):
+    def run(*more):
+        args = ["--network", network, "--steps", 4, "--batch", 8, "--checkpoint-every", 2, "--out", tmp_path]
+        result = invoke(nnx_vision.app, *args, "--optimizer", "spectra_adamw", *more)
+        assert result.exit_code == 0, result.output
+        assert "validation accuracy" in result.stdout
+        return json.loads((tmp_path / "spectra_adamw/4/history/metadata").read_text())["losses"], result.stdout
+
+    whole = run()
+    assert any("tfevents" in file.name for file in (tmp_path / "spectra_adamw/log").iterdir())
+    shutil.rmtree(tmp_path / "spectra_adamw/4")  # as if it had been stopped after the second step
+    assert run("--resume") == whole
+
+
+def test_nnx_example_refuses_bad_options(tmp_path):
+    refused = invoke(nnx_vision.app, "--network", "mlp", "--out", tmp_path)
+    assert "network must be one of vit, cnn, got 'mlp'" in refused.output
+    assert "there are no checkpoints in" in invoke(nnx_vision.app, "--resume", "--out", tmp_path).output
+
+
+def test_every_image_is_drawn_once_before_any_is_drawn_again():
+    images = digits()
+    count = len(images.training)
+    epoch = np.concatenate([images.batch(0, step, 1, 64) for step in range(count)])
+    assert sorted(map(bytes, epoch)) == sorted(map(bytes, images.training))
+    assert (images.batch(0, 3, 8, 64, slice(2, 4)) == images.batch(0, 3, 8, 64)[2:4]).all()
 
 
 def test_released_gradients_train_alike(text):

@@ -78,8 +78,12 @@ class Llama:
     def layer(self, p: Any, x: jax.Array) -> jax.Array:
         """One block on the residual stream."""
         x = x + self._attend(p["attention"], self._norm(p["attention_norm"], x))
-        h, mlp = self._norm(p["mlp_norm"], x), p["mlp"]
-        return x + _linear(mlp["down_proj"], jax.nn.silu(_linear(mlp["gate_proj"], h)) * _linear(mlp["up_proj"], h))
+        return x + self.feed_forward(p, self._norm(p["mlp_norm"], x))
+
+    def feed_forward(self, p: Any, h: jax.Array) -> jax.Array:
+        """What the gated network makes of the normed stream."""
+        mlp = p["mlp"]
+        return _linear(mlp["down_proj"], jax.nn.silu(_linear(mlp["gate_proj"], h)) * _linear(mlp["up_proj"], h))
 
     def head_loss(self, params: Any, x: jax.Array, windows: jax.Array) -> jax.Array:
         """The loss of what the last layer left, sequence by sequence."""

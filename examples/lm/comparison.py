@@ -1,4 +1,4 @@
-"""Finished runs of `compare_optimizers.py`: kept as JSON lines, reported as a Markdown table."""
+"""Finished runs of a sweep: kept as JSON lines, reported as a Markdown table."""
 
 import collections
 import dataclasses
@@ -33,12 +33,22 @@ class Run:
     step_seconds: float
     settings: dict
 
+    @property
+    def diverged(self) -> bool:
+        """Whether the run has no loss to speak of."""
+        return not math.isfinite(self.validation_loss)
 
-def read_runs(path: Path) -> list[Run]:
+    @property
+    def outcome(self) -> float:
+        """The validation loss, infinite if the run diverged."""
+        return math.inf if self.diverged else self.validation_loss
+
+
+def read_runs(path: Path, kind: type[Run] = Run) -> list:
     """The runs in the file, none if there is no file."""
     if not path.exists():
         return []
-    return [Run(**json.loads(line)) for line in path.read_text().splitlines()]
+    return [kind(**json.loads(line)) for line in path.read_text().splitlines()]
 
 
 def append_run(path: Path, run: Run) -> None:
@@ -46,10 +56,6 @@ def append_run(path: Path, run: Run) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a") as file:
         file.write(json.dumps(dataclasses.asdict(run)) + "\n")
-
-
-def _or_infinity(loss: float) -> float:
-    return loss if math.isfinite(loss) else math.inf
 
 
 def _sweep(runs: Iterable[Run], entry: str) -> dict[float, Run]:
@@ -62,7 +68,7 @@ def _sweep(runs: Iterable[Run], entry: str) -> dict[float, Run]:
 def best_rate(runs: Iterable[Run], entry: str) -> float:
     """The rate with the lowest validation loss on the seed on which the most rates were tried."""
     by_rate = _sweep(runs, entry)
-    return min(by_rate, key=lambda rate: _or_infinity(by_rate[rate].validation_loss))
+    return min(by_rate, key=lambda rate: by_rate[rate].outcome)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,12 +90,12 @@ class Row:
     @property
     def validation_losses(self) -> list[float]:
         """Validation losses at the best rate, one a seed."""
-        return [_or_infinity(run.validation_loss) for run in self.at_best]
+        return [run.outcome for run in self.at_best]
 
     @property
     def early_losses(self) -> list[float]:
         """Training losses at step 40 at the best rate, one a seed."""
-        return [_or_infinity(run.early_loss) for run in self.at_best]
+        return [run.early_loss if math.isfinite(run.early_loss) else math.inf for run in self.at_best]
 
 
 def rows_of(runs: list[Run]) -> list[Row]:
@@ -116,18 +122,23 @@ def verdict(losses: list[float], reference: list[float]) -> str:
     return f"{'worse' if difference > spread else 'not worse'} ({difference:+.3f}, spread {spread:.3f})"
 
 
-def markdown(runs: list[Run], baseline: str = "adamw") -> str:
-    """The table. Its reference is the row with the lowest mean validation loss whose name starts with `baseline`."""
+def markdown(runs: list[Run], baseline: str = "adamw", *, shared_grid: bool = True) -> str:
+    """The table. Its reference is the row with the lowest mean validation loss whose name starts with `baseline`.
+
+    The losses by rate have a column for each rate, or share one if every entry has a grid of its own.
+    """
     rows, rates = rows_of(runs), sorted({run.rate for run in runs})
     references = [row for row in rows if row.entry.startswith(baseline)]
     reference = min(references, key=lambda row: statistics.fmean(row.validation_losses), default=None)
-    head = ["entry", "state B/param", "best lr", *(f"lr {rate:g}" for rate in rates)]
+    head = ["entry", "state B/param", "best lr", *([f"lr {rate:g}" for rate in rates] if shared_grid else ["by lr"])]
     head += ["seeds", "validation loss at best lr", "against the reference"]
     head += ["training loss at step 40", "against the reference"]
     lines = [head, ["---"] * len(head)]
     for row in rows:
         cells = [row.entry, f"{row.at_best[0].bytes_per_parameter:.2f}", f"{row.rate:g}"]
-        cells += [_loss(row.by_rate[rate].validation_loss) if rate in row.by_rate else "" for rate in rates]
+        by_rate = {rate: _loss(row.by_rate[rate].outcome) if rate in row.by_rate else "" for rate in rates}
+        tried = {rate: loss for rate, loss in by_rate.items() if loss}
+        cells += list(by_rate.values()) if shared_grid else [", ".join(f"{r:g}: {loss}" for r, loss in tried.items())]
         cells += [str(len(row.at_best)), _mean(row.validation_losses), _against(row, reference, "validation_losses")]
         cells += [_mean(row.early_losses), _against(row, reference, "early_losses")]
         lines.append(cells)

@@ -78,10 +78,10 @@ def _linear(inputs: int, outputs: int, rngs: nnx.Rngs, stddev: float = 0.02) -> 
 class Block(nnx.Module):
     """Attention, then a feed-forward network, each added to the residual stream `[batch, time, width]`."""
 
-    def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig, rngs: nnx.Rngs, *, is_causal: bool = True):
         # GPT-2's rule: 2 * layers branches add up, so each starts smaller by the root of that.
         branch_stddev = 0.02 / (2 * config.layers) ** 0.5
-        self.heads = config.heads
+        self.heads, self.is_causal = config.heads, is_causal
         self.attention_norm = nnx.LayerNorm(config.width, rngs=rngs)
         self.qkv = _linear(config.width, 3 * config.width, rngs)
         self.attention_out = _linear(config.width, config.width, rngs, branch_stddev)
@@ -97,7 +97,7 @@ class Block(nnx.Module):
         batch, time, width = x.shape
         qkv = self.qkv(x).reshape(batch, time, 3, self.heads, width // self.heads)
         query, key, value = (qkv[:, :, i] for i in range(3))
-        mixed = jax.nn.dot_product_attention(query, key, value, is_causal=True)
+        mixed = jax.nn.dot_product_attention(query, key, value, is_causal=self.is_causal)
         return self.attention_out(mixed.reshape(batch, time, width))
 
 

@@ -73,10 +73,10 @@ def completing_weights(factory: MakeOptimizer) -> MakeOptimizer:
     return make
 
 
-def _adafactor(learning_rate, *, weight_decay, mask) -> optax.GradientTransformation:
+def adafactor(learning_rate, *, weight_decay, mask, min_dim: int = 128) -> optax.GradientTransformation:
     """`optax.adafactor` without momentum, but with AdamW's weight decay, so that the two can be compared."""
     return optax.chain(
-        optax.scale_by_factored_rms(),
+        optax.scale_by_factored_rms(min_dim_size_to_factor=min_dim),
         optax.clip_by_block_rms(1.0),
         optax.add_decayed_weights(weight_decay, mask),
         optax.scale_by_learning_rate(learning_rate),
@@ -107,7 +107,7 @@ OPTIMIZERS = {
     "flash_adam": flash_adam,
     "flash_lion": flash_lion,
     "flash_sgd": flash_sgd,
-    "adafactor": _adafactor,
+    "adafactor": adafactor,
 }
 NAMES = f"{', '.join(OPTIMIZERS)}, the name of any of Optax's, or that after {EIGHT_BITS!r} for a compressed state"
 

@@ -1,0 +1,1 @@
+"""Small image classifiers to compare optimizers on: their images, their networks."""
