@@ -2,10 +2,10 @@
 
     params, state = fused_step(tx)(grads, state, params)
 
-equals `tx.update` followed by `optax.apply_updates` to float32 rounding. On TPUs, transformations of this package run
-as one kernel for each matrix, out of which an update would have to be written (4 bytes a parameter) and read again.
-Elsewhere those whose temporaries are as large as a parameter run slice by slice on large stacks of matrices. Otherwise,
-and for every other transformation, it is the two calls, which XLA fuses by itself.
+equals `tx.update` followed by `optax.apply_updates` to float32 rounding. On TPUs and GPUs, transformations of this
+package run as one kernel for each matrix, out of which an update would have to be written (4 bytes a parameter) and
+read again. Elsewhere those whose temporaries are as large as a parameter run slice by slice on large stacks of
+matrices. Otherwise, and for every other transformation, it is the two calls, which XLA fuses by itself.
 """
 
 import functools

@@ -17,6 +17,7 @@ from jax.sharding import NamedSharding
 from spectra_optax import backend, slicing
 from spectra_optax.kernels import program as programs
 from spectra_optax.kernels import tiles
+from spectra_optax.kernels.grids import grid
 from spectra_optax.kernels.shards import NotLocalError, layout_of
 from spectra_optax.leaves import Leaf
 from spectra_optax.lift import is_box, leaves_of
@@ -68,15 +69,28 @@ class _Step(NamedTuple):
     shardings: Any
 
     def on_tiles(self, i: int, leaves: Sequence[Leaf]) -> tuple[jax.Array, dict[Any, jax.Array]]:
-        """The output of leaf `i` and the state beside it, computed on tiles."""
-        block = _block(self.local, leaves)
-        assert block is not None
+        """The output of leaf `i` and the state beside it, computed on tiles; kernels have the plain derivative."""
         g, params, p, layout = self._leaf(i)
-        state, restore = self._state(params), lambda new: new
+        held, state_def = jax.tree.flatten(self._state(params))
+
+        def on_tiles(g, *rest):
+            *held, p = rest
+            return self._tiled(leaves, params, layout, g, state_def.unflatten(held), p)
+
+        computed = jax.custom_jvp(on_tiles)
+        plain = self._rule(self.plain, jax.tree.structure(params), state_def)
+        computed.defjvp(lambda primals, tangents: jax.jvp(plain, primals, tangents))
+        *new, out = computed(g, *held, p)
+        return out, _by_path(state_def.unflatten(new))
+
+    def _tiled(self, leaves: Sequence[Leaf], params: Any, layout: NamedSharding | None, g, state, p) -> list[jax.Array]:
+        """The new state and the output, of which kernels compute all that they can."""
+        block, restore = _block(self.local, leaves), lambda new: new
+        assert block is not None
         if self.local.prepared is not None:
             state, restore = self.local.prepared(g, state, layout)
         arrays, state_def = jax.tree.flatten(state)
-        cut = tiles.grid(leaves[0].shape, block, [g, *arrays, p], layout)
+        cut = grid(leaves[0].shape, block, [g, *arrays, p], layout)
         boxed = self._like(params, cut.tile)
         params, bare = _bare(params), jax.tree.structure(_bare(state))
         tx = self.local.build(TileRules(block=block))
@@ -87,7 +101,7 @@ class _Step(NamedTuple):
         shapes = [cut.tile, *(view.shape for view in views), cut.tile]
         like = [*range(1, len(arrays) + 1), len(arrays) + 1 if self.apply else 0]
         *new, out = tiles.run(rule, cut, [g, *arrays, p], shapes, like)
-        return out, _by_path(restore(state_def.unflatten(new)))
+        return [*jax.tree.leaves(restore(state_def.unflatten(new))), out]
 
     def in_slices(self, i: int, leaves: Sequence[Leaf]) -> tuple[jax.Array, dict[Any, jax.Array]]:
         """The parameter of leaf `i` and the state beside it, computed slice by slice of a stack."""
@@ -147,7 +161,7 @@ class _Step(NamedTuple):
 
 def _ways(local: Local, leaves: Sequence[Leaf], apply: bool) -> list[Callable[..., Any]]:
     """The ways in which a leaf may be run in parts, the best first."""
-    on_tiles = backend.runs_kernels() and _block(local, leaves) is not None
+    on_tiles = backend.kernels() is not None and _block(local, leaves) is not None
     part = slicing.part_of(leaves[0].shape, _stacked(leaves), None, slicing.limit(local.bulky))
     in_slices = apply and part is not None
     return [*([_Step.on_tiles] if on_tiles else []), *([_Step.in_slices] if in_slices else [])]

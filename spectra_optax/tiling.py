@@ -1,7 +1,7 @@
 """Optax transformations that know how to run part by part, and do so where the platform asks for it.
 
 On TPUs XLA makes a pass of its own for every change of shape, so a state in blocks costs several times AdamW's traffic
-there; run on tiles it costs one pass.
+there, and on GPUs for every product and every maximum; run on tiles it costs one pass.
 """
 
 import optax
@@ -28,13 +28,18 @@ def tiled(plain: optax.GradientTransformation, local: Local) -> Tiled:
     plain = optax.with_extra_args_support(plain)
 
     def update(updates, state, params=None, **extra_args):
-        if extra_args or params is None or not backend.runs_kernels():
+        if extra_args or params is None or not _helps(local):
             return plain.update(updates, state, params, **extra_args)
         return in_parts(plain, local, updates, state, params, apply=False)
 
     made = Tiled(plain.init, update)
     made.plain, made.local = plain, local
     return made
+
+
+def _helps(local: Local) -> bool:
+    """Whether a kernel is worth writing an update that XLA, on GPUs, would use where it computes it."""
+    return backend.kernels() == "tpu" or (backend.kernels() == "gpu" and local.prepared is not None)
 
 
 def local_of(tx: optax.GradientTransformation) -> Local | None:

@@ -1,4 +1,4 @@
-"""Rules on tiles: the kernels that TPUs get, interpreted, against the plain formulas."""
+"""Rules on tiles: the kernels that TPUs and GPUs get, interpreted, against the plain formulas."""
 
 import functools
 
@@ -30,12 +30,14 @@ from spectra_optax import (
     tiling,
 )
 from spectra_optax.kernels import program as programs
+from spectra_optax.kernels.shards import NotLocalError
 from spectra_optax.kernels.sums import sums
 
 EIGHT_BITS = {"mu": Companded(), "nu": Companded("unsigned")}
 # Partly filled tiles in both directions, a stack, and what stays plain.
 SHAPES = {"wide": (768, 160), "stacked": (2, 256, 48), "bias": (48,), "ragged": (130, 40), "embedding": (64, 128)}
 ON_TILES = ("wide", "stacked")
+FOR_GPU = SHAPES | {"wide": (1024, 160)}  # blocks of 768 rows are no powers of two, nor are Triton's tiles
 second_only = lambda params: jax.tree.unflatten(jax.tree.structure(params), [i == 1 for i in range(len(params))])
 flat_only = lambda params: jax.tree.map(lambda p: p.ndim == 2, params)
 # Optimizer, dtype of the parameters.
@@ -55,11 +57,15 @@ OPTIMIZERS = {
 QUICK = ("flash_adamw", "spectra_adamw")
 
 
-@pytest.fixture
-def kernels(monkeypatch):
-    """A platform of one device that asks for kernels."""
-    monkeypatch.setattr(backend, "runs_kernels", lambda: True)
+PLATFORMS = ("tpu", "gpu")
+
+
+@pytest.fixture(params=PLATFORMS)
+def kernels(request, monkeypatch):
+    """One device of a platform that runs kernels."""
+    monkeypatch.setattr(backend, "kernels", lambda: request.param)
     monkeypatch.setattr(backend, "devices", lambda: 1)
+    return request.param
 
 
 def drawn(dtype="float32", shapes=SHAPES, seed=0, scale=1.0):
@@ -96,16 +102,17 @@ def launches(step, tx, params):
 def assert_same(got, expected):
     for (path, x), y in zip(jax.tree_util.tree_flatten_with_path(got)[0], jax.tree.leaves(expected), strict=True):
         assert x.dtype == y.dtype
+        integers = jnp.issubdtype(x.dtype, jnp.integer)
         x, y = (np.asarray(z, "float64") for z in (x, y))
         # Another order of operations: a code, or a 16-bit number, may round to its neighbour, seldom.
-        off = np.abs(x - y) > 1e-5 * np.abs(y).max()
-        assert off.mean() < 2e-3, (jax.tree_util.keystr(path), off.mean())
+        off, share = np.abs(x - y) > 1e-5 * np.abs(y).max(), 2e-2 if integers else 2e-3
+        assert off.mean() < share, (jax.tree_util.keystr(path), off.mean())
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in QUICK else pytest.mark.slow) for n in OPTIMIZERS])
 def test_a_fused_step_on_tiles_is_the_plain_step(name, kernels):
     tx, dtype = OPTIMIZERS[name]
-    params = drawn(dtype)
+    params = drawn(dtype, FOR_GPU if kernels == "gpu" else SHAPES)
     step = fused_step(tx)
     per_leaf = 3 if "spectra" in name or "adafactor" in name else 1
     assert launches(step, tx, params) == per_leaf * len(ON_TILES)
@@ -194,9 +201,9 @@ def test_a_wrong_state_is_refused_as_everywhere(kernels):
 def test_wrapped_optimizers_run_on_tiles(wrap, kernels, monkeypatch):
     params = drawn(shapes={"kernel": (256, 128)})
     tx = wrap()
-    assert launches(two_calls(tx), tx, params) == 1
+    assert launches(two_calls(tx), tx, params) == (kernels == "tpu")  # XLA for GPUs joins an update with its use
     got = trained(two_calls(tx), tx, params)
-    monkeypatch.setattr(backend, "runs_kernels", lambda: False)
+    monkeypatch.setattr(backend, "kernels", lambda: None)
     assert_same(got, trained(two_calls(wrap()), tx, params))
 
 
@@ -223,8 +230,9 @@ def test_vmapped_and_scanned(kernels):
 @pytest.mark.parametrize("types", [AxisType.Explicit, AxisType.Auto])
 @pytest.mark.parametrize("spec", [("x", "y"), (("x", "y"), None), (None, ("x", "y"))], ids=str)
 @pytest.mark.parametrize("name", ["flash_adamw", "split_spectra_adamw"])
-def test_each_shard_has_a_kernel_of_its_own(name, spec, types, monkeypatch):
-    monkeypatch.setattr(backend, "runs_kernels", lambda: True)
+@pytest.mark.parametrize("platform", PLATFORMS)
+def test_each_shard_has_a_kernel_of_its_own(platform, name, spec, types, monkeypatch):
+    monkeypatch.setattr(backend, "kernels", lambda: platform)
     tx, dtype = OPTIMIZERS[name]
     mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(types, types))
     layout = {"kernel": NamedSharding(mesh, PartitionSpec(*spec))}
@@ -241,6 +249,22 @@ def test_each_shard_has_a_kernel_of_its_own(name, spec, types, monkeypatch):
     assert_same(jax.device_get(got), jax.device_get(expected))
 
 
+@pytest.mark.parametrize("name", ["flash_adamw", "spectra_adamw"])
+def test_kernels_have_the_derivative_of_the_plain_step(name, kernels):
+    tx, dtype = OPTIMIZERS[name]
+    params = drawn(dtype, {"kernel": (128, 64)})
+    state = tx.init(params)
+
+    def moved(step, scale):
+        gradients = jax.tree.map(lambda p: (scale * p).astype(p.dtype), params)
+        return optax.tree.sum(optax.tree.cast(step(gradients, state, params)[0], jnp.float32))
+
+    step = fused_step(tx)
+    assert launches(step, tx, params)
+    got, expected = (jax.jit(jax.grad(functools.partial(moved, f)))(1.0) for f in (step, plainly(tx)))
+    np.testing.assert_allclose(got, expected, rtol=1e-5)
+
+
 def test_a_mesh_of_one_device(kernels):
     mesh = jax.make_mesh((1,), ("x",), axis_types=(AxisType.Explicit,))
     params = jax.device_put(drawn("bfloat16", {"kernel": (128, 64)}), NamedSharding(mesh, PartitionSpec("x")))
@@ -255,8 +279,9 @@ def test_masks_that_cannot_bear_a_single_leaf(kernels):
     assert_same(trained(fused_step(tx), tx, params), trained(plainly(tx), tx, params))
 
 
-def test_layouts_that_are_not_known_or_cut_blocks_stay_plain(monkeypatch):
-    monkeypatch.setattr(backend, "runs_kernels", lambda: True)
+@pytest.mark.parametrize("platform", PLATFORMS)
+def test_layouts_that_are_not_known_or_cut_blocks_stay_plain(platform, monkeypatch):
+    monkeypatch.setattr(backend, "kernels", lambda: platform)
     tx = flash_adamw(1e-2)
     for types, rows in ((AxisType.Auto, 1024), (AxisType.Explicit, 256)):
         mesh = jax.make_mesh((8,), ("x",), axis_types=(types,))
@@ -266,10 +291,15 @@ def test_layouts_that_are_not_known_or_cut_blocks_stay_plain(monkeypatch):
     assert launches(fused_step(tx), tx, drawn("bfloat16")) == 0  # on which of the devices only the compiler knows
 
 
-@pytest.mark.parametrize("shape", [(64, 24), (3, 96, 130), (8, 4096)])
+@pytest.mark.parametrize("shape", [(64, 24), (3, 96, 130), (8, 4096), (3, 96, 160), (16, 1024)])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_sums_of_one_pass(shape, dtype, kernels):
-    x = drawn(dtype, {"x": shape})["x"] if shape[-2] % 16 == 0 or dtype == "float32" else jnp.ones((16, 8), dtype)
+    x = drawn(dtype, {"x": shape})["x"]
+    whole = shape[-2] % 16 == 0 or dtype == "float32" if kernels == "tpu" else shape[-1] % 32 == 0
+    if not whole:
+        with pytest.raises(NotLocalError, match="cannot be cut into"):
+            sums(lambda numbers, x: [x], x, [], [], ("rows",), None)
+        return
     row = jnp.broadcast_to(jnp.arange(x.shape[-2], dtype="float32")[:, None], (*x.shape[:-1], 1))
     rule = lambda numbers, x, row: [x, numbers[0] * x, x * row]
     rows, columns, total = sums(rule, x, [row], [2.0], ("rows", "columns", "none"), None)
@@ -311,8 +341,9 @@ def test_boxed_parameters_run_on_tiles(name, kernels, monkeypatch):
     tx, dtype = flash_lion(1e-2) if name == "flash_adamw" else OPTIMIZERS[name][0], jnp.bfloat16
     model = nnx.Linear(256, 128, rngs=nnx.Rngs(0), param_dtype=dtype)
     params = nnx.state(model, nnx.Param)
-    assert launches(two_calls(tx), tx, params) == (3 if "spectra" in name else 1)
-    got = jax.jit(two_calls(tx))(params, tx.init(params), params)
+    step = fused_step(tx)
+    assert launches(step, tx, params) == (3 if "spectra" in name else 1)
+    got = jax.jit(step)(params, tx.init(params), params)
     expected = jax.jit(plainly(tx))(params, tx.init(params), params)
     assert jax.tree.structure(got) == jax.tree.structure(expected)
     assert_same(got, expected)

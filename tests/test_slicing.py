@@ -98,7 +98,8 @@ def test_parts_follow_what_a_device_holds(spec, part):
 
 @pytest.mark.parametrize("make", [flash_adamw, gwt_adamw])
 @pytest.mark.parametrize(("platform", "layers", "count"), [("gpu", 10, 1), ("gpu", 8, 0), ("cpu", 10, 0)])
-def test_gpus_take_up_to_two_gibibytes_at_once(make, platform, layers, count):
+def test_gpus_without_kernels_take_up_to_two_gibibytes_at_once(make, platform, layers, count, monkeypatch):
+    monkeypatch.setenv(backend.OFF, "off")
     tx, params = make(1e-3), {"layers": jax.ShapeDtypeStruct((layers, 8192, 8192), "bfloat16")}
     state = jax.eval_shape(tx.init, params)
     with backend.compiling_for(platform):

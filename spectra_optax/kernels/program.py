@@ -4,13 +4,16 @@ A kernel computes on tiles. Bias corrections, schedules and whatever else depend
 and handed over. An `iota` says in which row or column a number stands, which a tile is told.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend import core
 from jax.sharding import AbstractMesh
+
+from spectra_optax.kernels import wording
 
 # Calls that are opened, with the name of what they call.
 _CALLS = {
@@ -119,6 +122,32 @@ def needed(equations: Iterable[Any], outputs: Iterable[Any]) -> tuple[list[Any],
     return kept, [v for v in dict.fromkeys(used) if v not in made]
 
 
+def signature(equations: Iterable[Any], inputs: Iterable[Any], outputs: Iterable[Any]) -> Hashable:
+    """What equations make of inputs, as a value: equal for equal programs, whatever their variables are called."""
+    numbers: dict[Any, int] = {}
+
+    def name(v):
+        if isinstance(v, core.Literal):
+            return str(v.aval), np.asarray(v.val).tobytes()
+        return numbers.setdefault(v, len(numbers))
+
+    known = tuple((name(v), v.aval.shape, v.aval.dtype) for v in inputs)
+    done = tuple(
+        (e.primitive, _frozen(e.params), tuple(map(name, e.invars)), tuple(map(name, e.outvars))) for e in equations
+    )
+    return known, done, tuple(map(name, outputs))
+
+
+def _frozen(params: dict[str, Any]) -> Hashable:
+    """The settings of an operation as a value; one that cannot be compared equals only itself."""
+    settings = tuple(sorted(params.items(), key=lambda setting: setting[0]))
+    try:
+        hash(settings)
+    except TypeError:
+        return object()
+    return settings
+
+
 class Place(NamedTuple):
     """Where a tile lies in a matrix of `ndim` axes.
 
@@ -153,9 +182,9 @@ def evaluate(equations: Iterable[Any], values: dict[Any, Any], place: Place | No
         inputs = [value(v, values) for v in equation.invars]
         counted = place.counted(equation) if place else None
         if counted is not None:
-            out = [counted]
-        elif place and equation.primitive.name in _IN_OTHER_WORDS:
-            out = [_IN_OTHER_WORDS[equation.primitive.name](*inputs, **equation.params)]
+            out = counted
+        elif place:
+            out = wording.compute(equation, inputs)
         else:
             out = equation.primitive.bind(*inputs, **equation.params)
         values.update(zip(equation.outvars, out if isinstance(out, list | tuple) else [out], strict=True))
@@ -169,27 +198,6 @@ def variables(atoms: Iterable[Any]) -> list[Any]:
 def value(variable: Any, values: dict[Any, Any]) -> Any:
     """What a variable or a literal stands for."""
     return variable.val if isinstance(variable, core.Literal) else values[variable]
-
-
-def _sign(x: jax.Array) -> jax.Array:
-    one = jnp.ones_like(x)
-    return jnp.where(x > 0, one, jnp.where(x < 0, -one, x))
-
-
-def _dot_general(x: jax.Array, y: jax.Array, *, dimension_numbers, **settings) -> jax.Array:
-    """Stacks of stacks of matrices as one stack."""
-    (from_x, from_y), (batch, _) = dimension_numbers
-    extra = len(batch) - 1
-    if extra < 1:
-        return jax.lax.dot_general_p.bind(x, y, dimension_numbers=dimension_numbers, **settings)
-    stacked = [z.reshape(-1, *z.shape[extra + 1 :]) for z in (x, y)]
-    moved = tuple(tuple(a - extra for a in axes) for axes in (from_x, from_y))
-    out = jax.lax.dot_general_p.bind(*stacked, dimension_numbers=(moved, ((0,), (0,))), **settings)
-    return out.reshape(*x.shape[: extra + 1], *out.shape[1:])
-
-
-# Operations that Pallas cannot lower, or only where there is a chip to ask.
-_IN_OTHER_WORDS = {"sign": _sign, "dot_general": _dot_general}
 
 
 def meanings(traced: Program, names: Sequence[Any]) -> list[int | None]:

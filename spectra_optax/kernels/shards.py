@@ -6,7 +6,6 @@ they are Auto. What follows the rows of a matrix is cut with them, between block
 those.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -50,12 +49,16 @@ def layout_of(x: jax.Array, told: NamedSharding | None) -> NamedSharding | None:
     return layout
 
 
-def shards_of_rows(layout: NamedSharding | None, ndim: int) -> int:
-    """Into how many parts the rows of an array of `ndim` axes are cut."""
-    spec = () if layout is None else layout.spec
-    name = spec[ndim - 2] if len(spec) > ndim - 2 else None
-    names = name if isinstance(name, tuple) else (name,)
-    return math.prod(layout.mesh.shape[n] for n in names if n is not None) if layout is not None else 1
+def shard_of(layout: NamedSharding | None, shape: Sequence[int]) -> tuple[int, ...]:
+    """The shape of what a device holds of an array.
+
+    Raises:
+      NotLocalError: if not all hold as much.
+    """
+    try:
+        return tuple(shape) if layout is None else layout.shard_shape(tuple(shape))
+    except ValueError as error:
+        raise NotLocalError(str(error)) from None
 
 
 def per_shard(
@@ -84,9 +87,8 @@ def per_shard(
     if layout is None:
         return kernel(*arrays)
     *batch, rows, columns = (*layout.spec, *(None,) * (len(shape) - len(layout.spec)))
-    shards = shards_of_rows(layout, len(shape))
-    if shape[-2] // block % shards:
-        raise NotLocalError(f"{shards} shards would cut one of {shape[-2] // block} blocks.")
+    if shard_of(layout, shape)[-2] % block:
+        raise NotLocalError(f"Shards would cut one of {shape[-2] // block} blocks.")
 
     def spec(follows: Follows | None) -> PartitionSpec:
         if follows is None:

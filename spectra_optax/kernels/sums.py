@@ -1,7 +1,9 @@
 """Sums over the rows, the columns and the whole of a matrix, all from one pass.
 
-A tile is some rows of the matrix, whole: sums over columns are complete with it, those over rows stay in fast memory
-until the last. Sharded matrices are summed shard by shard, and then across the shards that share a row or a column.
+On TPUs a tile is some rows of the matrix, whole: sums over columns are complete with it, those over rows stay in fast
+memory until the last. On GPUs tiles do not follow each other, so each writes sums of its own, at most 1/8 byte per
+number of the matrix each, which are then added up, in the same order each time. Sharded matrices are summed shard by
+shard, and then across the shards that share a row or a column.
 """
 
 import functools
@@ -12,16 +14,17 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import NamedSharding
 
-from spectra_optax import backend
+from spectra_optax.kernels import launching
 from spectra_optax.kernels.shards import Follows, NotLocalError, per_shard
 
 Kept = Literal["rows", "columns", "none"]  # which axis of the matrix a sum still has
 
-_NUMBERS = 2**18  # of a tile
+_NUMBERS = 2**18  # of a TPU's tile
+_ROWS, _COLUMNS, _FEWEST = 64, 128, 2**10  # of a GPU's; numbers that are worth a tile there
 _KEPT = {"rows": Follows(1, False), "columns": Follows(None, True), "none": Follows(None, False)}
+_SUMMED: dict[Kept, tuple[int, ...]] = {"rows": (-1,), "columns": (-2,), "none": (-2, -1)}
 
 
 def sums(
@@ -46,7 +49,7 @@ def sums(
       Sums, float32 `[..., r, 1]`, `[..., 1, c]` or `[..., 1, 1]`.
 
     Raises:
-      NotLocalError: if the matrix cannot be cut into whole rows.
+      NotLocalError: if the matrix cannot be cut into the platform's tiles.
     """
     takes = [None, Follows(1, True), *(_KEPT["rows" if x.shape[-1] == 1 else "columns"] for x in others)]
     gives = [_KEPT[k] for k in kept]
@@ -64,47 +67,56 @@ def sums(
 def _one_pass(rule: Callable, takes: Sequence[Follows | None], kept: Sequence[Kept], *inputs: jax.Array):
     """The sums of a shard."""
     *batch, r, c = inputs[1].shape
-    rows = _rows_of_tile(r, c, 8 * 4 // inputs[1].dtype.itemsize)
-    count = math.prod(batch)
+    count, apart = math.prod(batch), launching.is_gpu()
+    rows, columns = _tile_of_gpu(r, c) if apart else (_rows_of_tile(r, c, 8 * 4 // inputs[1].dtype.itemsize), c)
+    tiles = (r // rows, c // columns)
 
-    def spec(follows: Follows) -> pl.BlockSpec:
-        place = lambda b, i: (b, i if follows.per_block else 0, 0)
-        return pl.BlockSpec((None, rows if follows.per_block else 1, c if follows.columns else 1), place)
+    def spec(follows: Follows, apart: bool) -> pl.BlockSpec:
+        place = lambda b, i, j: (b, i if follows.per_block or apart else 0, j if follows.columns or apart else 0)
+        return pl.BlockSpec((None, rows if follows.per_block else 1, columns if follows.columns else 1), place)
+
+    def shape(follows: Follows) -> jax.ShapeDtypeStruct:
+        n, m = tiles if apart else (1, 1)
+        return jax.ShapeDtypeStruct((count, r if follows.per_block else n, c if follows.columns else m), jnp.float32)
 
     gives = [_KEPT[k] for k in kept]
-    outputs = pl.pallas_call(
-        functools.partial(_body, rule, kept),
-        out_shape=[
-            jax.ShapeDtypeStruct((count, r if f.per_block else 1, c if f.columns else 1), jnp.float32) for f in gives
-        ],
-        grid=(count, r // rows),
-        in_specs=[pl.BlockSpec(memory_space=pltpu.SMEM), *(spec(f) for f in takes[1:] if f)],
-        out_specs=[spec(f) for f in gives],
-        interpret=backend.name() != "tpu",
+    outputs = launching.launch(
+        functools.partial(_body, rule, kept, apart),
+        out_shape=[shape(f) for f in gives],
+        grid=(count, *tiles),
+        numbers=rows * columns,
+        in_specs=[launching.scalars(), *(spec(f, False) for f in takes[1:] if f)],
+        out_specs=[spec(f, apart) for f in gives],
     )(inputs[0], *(x.reshape(count, *x.shape[-2:]) for x in inputs[1:]))
-    return [x.reshape(*batch, *x.shape[-2:]) for x in outputs]
+    summed = [jnp.sum(x, axis=_SUMMED[k], keepdims=True) if apart else x for x, k in zip(outputs, kept, strict=True)]
+    return [x.reshape(*batch, *x.shape[-2:]) for x in summed]
 
 
-def _body(rule: Callable, kept: Sequence[Kept], scalars: Any, *refs: Any) -> None:
+def _body(rule: Callable, kept: Sequence[Kept], apart: bool, scalars: Any, *refs: Any) -> None:
     """One tile."""
     inputs, outputs = refs[: -len(kept)], refs[-len(kept) :]
     arrays = rule(scalars, *(ref[...].astype(jnp.float32) for ref in inputs))
-    is_first = pl.program_id(1) == 0
     for array, k, ref in zip(arrays, kept, outputs, strict=True):
-        if k == "rows":
-            ref[...] = jnp.sum(array, axis=1, keepdims=True)
-            continue
-        part = jnp.sum(array, axis=0, keepdims=True)
-        part = jnp.sum(part, axis=1, keepdims=True) if k == "none" else part
-        ref[...] = jnp.where(is_first, part, ref[...] + part)
+        part = array
+        for axis in _SUMMED[k]:
+            part = jnp.sum(part, axis=axis, keepdims=True)
+        ref[...] = part if apart or k == "rows" else jnp.where(pl.program_id(1) == 0, part, ref[...] + part)
 
 
 def _rows_of_tile(r: int, c: int, registers: int) -> int:
-    """Rows of a tile: whole registers of them, and as many tiles as fit the matrix."""
+    """Rows of a TPU's tile: whole registers of them, and as many tiles as fit the matrix."""
     fitting = [n for n in range(registers, r + 1, registers) if r % n == 0 and n * c <= _NUMBERS]
     if not fitting:
         raise NotLocalError(f"A matrix {r} x {c} cannot be cut into whole rows.")
     return fitting[-1]
+
+
+def _tile_of_gpu(r: int, c: int) -> tuple[int, int]:
+    """Rows and columns of a GPU's tile."""
+    rows, columns = launching.power_of_two(r, _ROWS), launching.power_of_two(c, _COLUMNS)
+    if rows * columns < _FEWEST:
+        raise NotLocalError(f"A matrix {r} x {c} cannot be cut into tiles.")
+    return rows, columns
 
 
 def _flat(names: Any) -> tuple[Any, ...]:

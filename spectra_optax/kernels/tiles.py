@@ -4,87 +4,27 @@ A tile of a matrix `[r, c]` is a stack of blocks `[n, b, w]`: `b` rows that belo
 stack do not know of each other, so a rule that is local to blocks can be run on each tile as if it were the whole, and
 the kernel's body is the rule itself. What a state holds for the rows, `[s, c]`, is cut alongside, `[n, s b / r, w]`.
 
-Bytes moved: those of the arguments and results. Compiled by Pallas for TPUs, interpreted elsewhere.
+Bytes moved: those of the arguments and results.
 """
 
+import dataclasses
+import functools
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
-from jax.sharding import NamedSharding
 
 from spectra_optax import backend
+from spectra_optax.kernels import launching, wording
 from spectra_optax.kernels import program as programs
-from spectra_optax.kernels.shards import Follows, NotLocalError, per_shard, shards_of_rows
+from spectra_optax.kernels.grids import Grid
+from spectra_optax.kernels.shards import Follows, NotLocalError, per_shard
 
 _DTYPES = frozenset(("float32", "bfloat16", "int8", "uint8", "int32"))
-_LANES = 128  # columns of a TPU's tile, which has 8 rows of 32 bits
-_NUMBERS, _LARGEST = 2**17, 2**18  # of each array in a tile: a dozen float32 copies of them fit beside each other
-
-
-class Grid(NamedTuple):
-    """How a matrix `[*batch, r, c]` is cut into tiles."""
-
-    shape: tuple[int, ...]
-    block: int  # rows that belong together
-    rows: int  # of a tile, a multiple of `block`
-    columns: int  # of a tile, a multiple of 128
-    layout: NamedSharding | None = None  # of the matrix over several devices
-
-    @property
-    def tile(self) -> tuple[int, ...]:
-        """The shape of a tile: a matrix of as many axes."""
-        return (*(1 for _ in self.shape[:-2]), self.rows, self.columns)
-
-    def follows(self, shape: Sequence[int], view: Sequence[int]) -> Follows | None:
-        """How an array runs along the matrix, of which a rule sees tiles of the shape `view`; None if it does not."""
-        *batch, r, c = self.shape
-        if len(shape) != len(self.shape) or list(shape[:-2]) != batch or shape[-1] not in (1, c):
-            return None
-        per_block = shape[-2] * self.block // r if shape[-2] * self.block % r == 0 else None
-        ways = [Follows(per_block, shape[-1] == c), *([Follows(None, shape[-1] == c)] if shape[-2] == 1 else [])]
-        return next((f for f in ways if math.prod(self.view(f)) == math.prod(view)), None)
-
-    def view(self, follows: Follows) -> tuple[int, int, int]:
-        """The shape of a tile of such an array as a stack of blocks."""
-        width = self.columns if follows.columns else 1
-        return (self.rows // self.block, follows.per_block, width) if follows.per_block else (1, 1, width)
-
-    def spec(self, follows: Follows) -> pl.BlockSpec:
-        """Where the tiles of such an array, `[batch, s, c]`, lie."""
-        n, s, width = self.view(follows)
-        place = lambda b, i, j: (b, i if follows.per_block else 0, j if follows.columns else 0)
-        return pl.BlockSpec((None, n * s, width), place)
-
-    def whole(self, follows: Follows) -> tuple[int, ...]:
-        """The shape of such an array."""
-        *batch, r, c = self.shape
-        rows = r // self.block * follows.per_block if follows.per_block else 1
-        return (*batch, rows, c if follows.columns else 1)
-
-
-def grid(shape: Sequence[int], block: int, arrays: Sequence[Any], layout: NamedSharding | None = None) -> Grid:
-    """Cuts a matrix into tiles in which every array with rows of its own has whole registers of them.
-
-    Raises:
-      NotLocalError: if the tiles would be too large.
-    """
-    rows = block
-    for array in arrays:
-        per_block = array.shape[-2] * block // shape[-2] if array.ndim == len(shape) else 0
-        if per_block:
-            registers = 8 * max(1, 4 // jnp.dtype(array.dtype).itemsize)
-            rows = math.lcm(rows, block * registers // math.gcd(per_block, registers))
-    rows *= max(1, _NUMBERS // (2 * _LANES) // rows)
-    rows = min(rows, shape[-2] // shards_of_rows(layout, len(shape)))  # a whole side needs no registers
-    if rows % block or rows * _LANES > _LARGEST:
-        raise NotLocalError(f"{rows} rows of a matrix {shape} in blocks of {block} make no tile.")
-    columns = min(max(1, _NUMBERS // rows // _LANES), -(-shape[-1] // _LANES)) * _LANES
-    return Grid(tuple(shape), block, rows, columns, layout)
+_OF_GPU = _DTYPES | {"float16", "int16", "uint16"}
 
 
 def run(rule: Callable, cut: Grid, arrays: Sequence[jax.Array], views: Sequence[tuple[int, ...]], like: Sequence[int]):
@@ -101,8 +41,9 @@ def run(rule: Callable, cut: Grid, arrays: Sequence[jax.Array], views: Sequence[
     Raises:
       NotLocalError: if the rule needs an array that does not follow the matrix.
     """
-    if not _DTYPES.issuperset(str(x.dtype) for x in arrays if x.ndim):
-        raise NotLocalError(f"Kernels take {', '.join(sorted(_DTYPES))}.")
+    dtypes = _OF_GPU if launching.is_gpu() else _DTYPES
+    if not dtypes.issuperset(str(x.dtype) for x in arrays if x.ndim):
+        raise NotLocalError(f"Kernels take {', '.join(sorted(dtypes))}.")
     following = [cut.follows(x.shape, view) if x.ndim else None for x, view in zip(arrays, views, strict=True)]
     traced = programs.program(rule, [jax.ShapeDtypeStruct(v, x.dtype) for v, x in zip(views, arrays, strict=True)])
     values = dict(zip(traced.inputs, arrays, strict=True)) | traced.constants
@@ -112,6 +53,7 @@ def run(rule: Callable, cut: Grid, arrays: Sequence[jax.Array], views: Sequence[
     }
     if places:
         body, used = programs.needed(traced.inside, places)
+        body = wording.checked(body)
         takes = dict(zip(traced.inputs, following, strict=True))
         gives = {v: follows for v, i in places.items() if (follows := following[i]) is not None}
         if len(gives) < len(places) or any(v.aval.ndim and v in takes and takes[v] is None for v in used):
@@ -122,8 +64,11 @@ def run(rule: Callable, cut: Grid, arrays: Sequence[jax.Array], views: Sequence[
     return [programs.value(v, values) for v in traced.outputs]
 
 
-class _Kernel(NamedTuple):
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Kernel:
     """The part of a rule that runs on tiles.
+
+    Equal ones, as leaves of equal shape have them, are traced and lowered once.
 
     Attributes:
       cut: the tiles.
@@ -141,6 +86,20 @@ class _Kernel(NamedTuple):
     gives: dict[Any, Follows]
     places: dict[Any, Any]
 
+    @functools.cached_property
+    def _signature(self) -> Hashable:
+        inputs, outputs = list(self.takes), list(self.gives)
+        written = tuple(inputs.index(v) if v in inputs else None for v in map(self.places.get, outputs))
+        follows = self.cut, tuple(self.takes.values()), tuple(self.gives.values()), written
+        computed = programs.signature(self.body, [*self.scalars, *inputs], outputs)
+        return backend.name(), backend.kernels(), follows, computed
+
+    def __hash__(self) -> int:
+        return hash(self._signature)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Kernel) and self._signature == other._signature
+
     def launched(self, values: dict[Any, Any]) -> dict[Any, jax.Array]:
         """The results, computed on every shard."""
         *batch, r, c = self.cut.shape
@@ -148,7 +107,9 @@ class _Kernel(NamedTuple):
         columns = jnp.broadcast_to(jnp.arange(c, dtype=jnp.int32), (*batch, 1, c))
         inputs = [*(_packed(pack, values) for pack in self._packs()), rows, columns, *(values[v] for v in self.takes)]
         gives, cut = list(self.gives.values()), self.cut
-        results = per_shard(self._call, inputs, self._follows(), gives, cut.layout, cut.shape, cut.block)
+        results = per_shard(
+            functools.partial(_call, self), inputs, self._follows(), gives, cut.layout, cut.shape, cut.block
+        )
         return dict(zip(self.gives, results, strict=True))
 
     def _packs(self) -> list[list[Any]]:
@@ -167,16 +128,17 @@ class _Kernel(NamedTuple):
             *self.takes.values(),
         ]
 
-    def _call(self, *inputs: jax.Array) -> tuple[jax.Array, ...]:
+    def call(self, *inputs: jax.Array) -> tuple[jax.Array, ...]:
         """One pass over a shard."""
         follows, ahead = self._follows(), len(self._packs())
         *batch, r, _ = inputs[ahead].shape
         cut = self.cut._replace(shape=(*batch, r, inputs[ahead + 1].shape[-1]))
         count, arrays = math.prod(batch), list(self.takes)
-        outputs = pl.pallas_call(
+        outputs = launching.launch(
             self._body,
             out_shape=[jax.ShapeDtypeStruct((count, *cut.whole(f)[-2:]), v.aval.dtype) for v, f in self.gives.items()],
             grid=(count, pl.cdiv(r, cut.rows), pl.cdiv(cut.shape[-1], cut.columns)),
+            numbers=cut.rows * cut.columns,
             in_specs=[_everywhere(x) if f is None else cut.spec(f) for x, f in zip(inputs, follows, strict=True)],
             out_specs=[cut.spec(f) for f in self.gives.values()],
             input_output_aliases={
@@ -184,7 +146,6 @@ class _Kernel(NamedTuple):
                 for k, v in enumerate(self.gives)
                 if v in self.places and self.places[v] in arrays and self.places[v].aval.dtype == v.aval.dtype
             },
-            interpret=backend.name() != "tpu",
         )(*(x.reshape(-1, *x.shape[-2:]) if f else x for x, f in zip(inputs, follows, strict=True)))
         return tuple(x.reshape(*batch, *x.shape[-2:]) for x in outputs)
 
@@ -201,6 +162,11 @@ class _Kernel(NamedTuple):
             ref[...] = values[v].reshape(ref.shape)
 
 
+@functools.partial(jax.jit, static_argnums=0)
+def _call(kernel: _Kernel, *inputs: jax.Array) -> tuple[jax.Array, ...]:
+    return kernel.call(*inputs)
+
+
 def _packed(pack: Sequence[Any], values: dict[Any, Any]) -> jax.Array:
     """Scalars of one kind as one array of 32-bit numbers."""
     dtype = jnp.float32 if jnp.issubdtype(pack[0].aval.dtype, jnp.floating) else jnp.int32
@@ -208,7 +174,7 @@ def _packed(pack: Sequence[Any], values: dict[Any, Any]) -> jax.Array:
 
 
 def _everywhere(x: jax.Array) -> pl.BlockSpec:
-    """Scalars in the scalar unit's memory, constants whole in each tile."""
+    """Scalars, and constants whole in each tile."""
     if x.ndim == 1:
-        return pl.BlockSpec(memory_space=pltpu.SMEM)
+        return launching.scalars()
     return pl.BlockSpec(x.shape, lambda *_: (0,) * x.ndim)
